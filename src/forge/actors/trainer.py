@@ -1,0 +1,288 @@
+"""Trainer: one optimizer step on a batch, the weights it leads to, and its part of a checkpoint.
+
+A plain class: built in a process of its own it is the whole trainer, built in W processes of one process group it is
+one of W ranks. Every method is called on every rank.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from forge.actors.scoring import Scorer
+from forge.actors.trainer_state import read_state, write_state
+from forge.config import GRPOTrainingConfig, ParallelismConfig, TrainingConfig
+from forge.losses import build_loss
+from forge.models.build import LoadedModel, load_model
+from forge.objective import Objective, OneRank, Ranks
+from forge.packing import pack
+from forge.service import ForgeActor
+from forge.weights import WeightStore
+
+
+class NonFiniteStep(RuntimeError):
+    """The loss or the gradients of a step are NaN or infinite; the step was not applied."""
+
+
+class Trainer(ForgeActor):
+    """Trains a TorchTitan model on padded batches.
+
+    Args:
+        model: a local Hugging Face folder or a hub id.
+        training: learning rate, schedule, clipping, dtype and so on (`forge.config.GRPOTrainingConfig`).
+        parallelism: how the model and the batch are spread over the ranks.
+        loss: a config name, an import path, `{name, args}`, or a module.
+        loss_defaults: constructor arguments that are passed where the loss names them (clip_low, clip_high, beta).
+        temperature: the sampling temperature; the logits are divided by it.
+        device: "cpu" or "cuda".
+        weights: where `push_weights` publishes; None for a trainer without generators.
+        weights_dtype: the generators' dtype, which the published weights have.
+
+    Example:
+        >>> trainer = Trainer(model="models/tiny", training=GRPOTrainingConfig(learning_rate=1e-3), loss="grpo")
+        >>> loss = trainer.train_step(inputs, targets)
+    """
+
+    def __init__(
+        self,
+        *,
+        model: str,
+        training: GRPOTrainingConfig,
+        parallelism: ParallelismConfig | None = None,
+        loss: str | dict[str, Any] | nn.Module = "grpo",
+        loss_defaults: dict[str, Any] | None = None,
+        temperature: float = 1.0,
+        device: str = "cpu",
+        weights: WeightStore | None = None,
+        weights_dtype: str = "float32",
+    ) -> None:
+        self._training = training
+        self._device = _start_process_group(device)
+        self._model = load_model(
+            model,
+            parallelism=parallelism or ParallelismConfig(),
+            dtype=training.dtype,
+            device=device,
+            seq_len=training.seq_len,
+            activation_checkpointing=training.activation_checkpointing,
+            compile=training.compile,
+        )
+        self._ranks = _data_parallel_ranks(self._model, self._device)
+        self._score = Scorer(self._model, temperature=temperature, device=self._device)
+        built = loss if isinstance(loss, nn.Module) else build_loss(loss, defaults=loss_defaults or {})
+        self._objective = Objective(built, entropy_coef=training.entropy_coef)
+        self._parameters = [p for p in self._model.module.parameters() if p.requires_grad]
+        self._optimizer = torch.optim.AdamW(
+            self._parameters, lr=training.learning_rate, weight_decay=training.weight_decay, fused=True
+        )
+        self._weights = weights
+        self._weights_dtype = getattr(torch, weights_dtype)
+        self._outgoing: dict[str, Tensor] = {}
+        self._metrics: dict[str, float] = {}
+        self.step = 0
+
+    def train_step(self, inputs: list[dict[str, Tensor]], targets: list[dict[str, Tensor]]) -> float:
+        """One optimizer step.
+
+        Args:
+            inputs: one dict for each data-parallel rank: `tokens` [B, P+R] and, for padded tokens, `attention_mask`.
+            targets: likewise `response`, `padding_mask`, `ref_logprobs` [B, R], `advantages` [B, 1] or [B, R], and
+                `generator_logprobs` [B, R] where there are any.
+
+        Returns:
+            the loss of the whole batch, the same on every rank.
+
+        Raises:
+            ValueError: as many dicts as data-parallel ranks are needed.
+            NonFiniteStep: the loss or the gradients are NaN or infinite; the weights are as before.
+        """
+        started = time.perf_counter()
+        if len(inputs) != self._ranks.count or len(targets) != self._ranks.count:
+            raise ValueError(
+                f"train_step takes one dict for each of the {self._ranks.count} data-parallel ranks, "
+                f"got {len(inputs)} inputs and {len(targets)} targets."
+            )
+        mine, batch = inputs[self._ranks.index], targets[self._ranks.index]
+        rows = pack(mine, batch, max_tokens=self._tokens_per_row(), keep_last=False)
+        self._optimizer.zero_grad(set_to_none=True)
+        on_device = {k: v.to(self._device) for k, v in batch.items() if k != "response"}
+        outcome = self._objective.backward(on_device, rows, score=self._score, ranks=self._ranks)
+        norm = self._clip_gradients()
+        if not (math.isfinite(outcome.loss) and math.isfinite(norm)):
+            self._optimizer.zero_grad(set_to_none=True)
+            raise NonFiniteStep(
+                f"step {self.step}: loss {outcome.loss}, gradient norm {norm}. The step was not applied. Try a lower "
+                f"training.learning_rate (now {self._training.learning_rate:g}), a smaller training.max_norm, or look "
+                "at the batch in rollouts.jsonl."
+            )
+        rate = self._training.learning_rate * learning_rate_factor(self.step, self._training)
+        for group in self._optimizer.param_groups:
+            group["lr"] = rate
+        self._optimizer.step()
+        self.step += 1
+        unique = self._ranks.sum(torch.tensor(float(sum(r.num_tokens for r in rows)), device=self._device))
+        seconds = time.perf_counter() - started
+        self._metrics = {
+            **outcome.metrics,
+            "loss": outcome.loss,
+            "entropy": outcome.entropy,
+            "grad_norm": norm,
+            "lr": rate,
+            "time/train": seconds,
+            "throughput/train_tokens_per_s": float(unique) / seconds,
+        }
+        return outcome.loss
+
+    def metrics(self) -> dict[str, float]:
+        """What the last step measured, under the names of metrics.jsonl."""
+        return dict(self._metrics)
+
+    def data_parallel_ranks(self) -> int:
+        """How many dicts `train_step` takes."""
+        return self._ranks.count
+
+    def collect_weights(self) -> float:
+        """Copies the weights as they are now, under Hugging Face names and in the generators' dtype, for a push.
+
+        The next step may run while `push_weights` sends the copy. Returns the seconds it took.
+        """
+        started = time.perf_counter()
+        keep = self._rank == 0
+        for name, tensor in self._model.hf_tensors(self._weights_dtype):
+            if keep:
+                self._outgoing[name] = _copy_into(self._outgoing.get(name), tensor)
+        return time.perf_counter() - started
+
+    async def push_weights(self, version: int) -> float:
+        """Publishes the collected copy as `version`; returns the seconds it took."""
+        started = time.perf_counter()
+        if self._rank == 0 and self._weights is not None:
+            await self._weights.publish(version, self._outgoing.items())
+        return time.perf_counter() - started
+
+    def save(self, folder: str) -> None:
+        """Writes weights and optimizer (`folder`/trainer, safetensors) and a Hugging Face folder (`folder`/hf)."""
+        path = Path(folder)
+        write_state(self._named_state(), path / "trainer")
+        if self._rank == 0:
+            (path / "trainer" / "trainer.json").write_text(json.dumps({"step": self.step}))
+        self._model.save_hf(path / "hf")
+
+    def load(self, folder: str) -> int:
+        """Continues from what `save` wrote, under any parallel layout; returns the step."""
+        path = Path(folder) / "trainer"
+        self.step = int(json.loads((path / "trainer.json").read_text())["step"])
+        for parameter in self._parameters:
+            self._optimizer.state[parameter] = {
+                "step": torch.tensor(float(self.step), device=self._device),
+                "exp_avg": torch.zeros_like(parameter),
+                "exp_avg_sq": torch.zeros_like(parameter),
+            }
+        read_state(self._named_state(), path)
+        return self.step
+
+    async def shutdown(self) -> None:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+    @property
+    def _rank(self) -> int:
+        return dist.get_rank() if dist.is_initialized() else 0
+
+    def _named_state(self) -> dict[str, Tensor]:
+        """Every tensor that a continued run needs, by a name that does not depend on the layout."""
+        named = {}
+        for name, parameter in self._model.named_parameters():
+            named[f"model.{name}"] = parameter.detach()
+            for moment in ("exp_avg", "exp_avg_sq"):
+                if moment in self._optimizer.state.get(parameter, {}):
+                    named[f"{moment}.{name}"] = self._optimizer.state[parameter][moment]
+        return named
+
+    def _clip_gradients(self) -> float:
+        from torchtitan.distributed.utils import clip_grad_norm_
+
+        limit = self._training.max_norm or math.inf
+        return float(clip_grad_norm_(self._parameters, limit))
+
+    def _tokens_per_row(self) -> int:
+        return self._training.max_tokens_per_microbatch or self._model.tokens_that_fit()
+
+
+def learning_rate_factor(step: int, training: TrainingConfig) -> float:
+    """The learning rate of optimizer step `step` (from 0) as a share of `training.learning_rate`.
+
+    A linear rise over `warmup_steps`, then constant, or falling to 0 at `steps`: linearly, or along half a cosine.
+
+    Example:
+        warmup_steps 4 → 0.25, 0.5, 0.75, 1, and 1 from there when the schedule is constant
+    """
+    if step < training.warmup_steps:
+        return (step + 1) / training.warmup_steps
+    done = (step - training.warmup_steps) / max(training.steps - training.warmup_steps, 1)
+    if training.lr_schedule == "linear":
+        return max(1.0 - done, 0.0)
+    if training.lr_schedule == "cosine":
+        return 0.5 * (1.0 + math.cos(math.pi * min(done, 1.0)))
+    return 1.0
+
+
+def _copy_into(buffer: Tensor | None, tensor: Tensor) -> Tensor:
+    """The tensor's values on the CPU, in the buffer of the last push where there is one."""
+    if buffer is None:
+        return tensor.detach().to("cpu", copy=True).contiguous()
+    return buffer.copy_(tensor.detach())
+
+
+def _start_process_group(device: str) -> torch.device:
+    """Joins the other ranks, if there are any, and says which device this rank computes on."""
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1 and not dist.is_initialized():
+        dist.init_process_group("nccl" if device == "cuda" else "gloo")
+    if device == "cuda":
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device(device)
+
+
+class _MeshRanks:
+    """`Ranks` of the processes that see different data."""
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        self._group = group
+        self._device = device
+        self.index = dist.get_rank(group)
+        self.count = dist.get_world_size(group)
+
+    def sum(self, values: Tensor) -> Tensor:
+        total = values.clone()
+        dist.all_reduce(total, group=self._group)
+        return total
+
+    def max(self, value: float) -> float:
+        largest = torch.tensor(float(value), dtype=torch.float64, device=self._device)
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self._group)
+        return float(largest)
+
+    def gather(self, values: Tensor) -> list[Tensor]:
+        """Ranks may hold different numbers of rows: all are padded to the most for the exchange, then cut."""
+        rows = [int(n) for n in self._gather_equal(torch.tensor([len(values)], device=self._device))]
+        padded = nn.functional.pad(values, (0, 0, 0, max(rows) - len(values)))
+        return [piece[:n] for piece, n in zip(self._gather_equal(padded), rows, strict=True)]
+
+    def _gather_equal(self, values: Tensor) -> list[Tensor]:
+        pieces = [torch.empty_like(values) for _ in range(self.count)]
+        dist.all_gather(pieces, values.contiguous(), group=self._group)
+        return pieces
+
+
+def _data_parallel_ranks(model: LoadedModel, device: torch.device) -> Ranks:
+    group = model.data_parallel_group()
+    return OneRank() if group is None else _MeshRanks(group, device)

@@ -1,0 +1,213 @@
+"""What every app does around its training: command line, run folder, signals, exit status.
+
+Exit status: 0 done; 1 the run failed; 2 the user's input is wrong; 130 or 143 interrupted, after a clean stop and a
+checkpoint.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any, Generic, TypeVar
+
+from forge.config import RunConfig, make_output_dir, parse_args, to_yaml
+from forge.types import UserError
+
+C = TypeVar("C", bound=RunConfig)
+T = TypeVar("T")
+
+EXIT_FAILED = 1
+EXIT_WRONG_INPUT = 2
+
+
+class Stopped(Exception):
+    """The user or the cluster asked the run to end."""
+
+    def __init__(self, signal_number: int) -> None:
+        super().__init__(signal.Signals(signal_number).name)
+        self.exit_status = 128 + signal_number
+
+
+class Run(Generic[C]):
+    """One run: its config, its folder, and where its progress goes.
+
+    Attributes:
+        config: as resolved.
+        folder: `output_dir`; holds what section 6 of the users' contract lists.
+        resume_from: the intact checkpoint that this run continues, or None.
+        start_step: optimizer steps that were done before.
+        console, metrics, rollouts, checkpoints: see their modules.
+    """
+
+    def __init__(self, config: C, *, app: str, warnings: list[str]) -> None:
+        from forge.checkpoint import Checkpoints, load_state
+        from forge.observability.console import Console
+        from forge.observability.environment import describe_environment, write_environment
+        from forge.observability.health import HealthMonitor
+        from forge.observability.metrics import Metrics
+        from forge.observability.redaction import redact
+        from forge.observability.rollout_log import RolloutLog
+        from forge.observability.sinks import open_sinks
+
+        self.config = config
+        self.folder = make_output_dir(config.output_dir, app=app)
+        self.checkpoints = Checkpoints(self.folder / "checkpoints", keep_latest_k=config.checkpoint.keep_latest_k)
+        self._refuse_other_run()
+        self.resume_from = self.checkpoints.latest()
+        self.start_step = int(load_state(self.resume_from)["step"]) if self.resume_from else 0
+        resume_step = self.start_step if self.resume_from else None
+        self.console = Console(steps=config.training.steps, start_step=self.start_step, enabled=config.metrics.console)
+        dataset = config.dataset
+        environment = describe_environment(
+            seed=config.training.seed,
+            dataset={"path": dataset.path, "name": dataset.name, "split": dataset.split, "size": dataset.size},
+        )
+        write_environment(self.folder, environment)
+        (self.folder / "config.yaml").write_text(to_yaml(config))
+        self.metrics = Metrics()
+        self._health = HealthMonitor()
+        self._sinks = open_sinks(
+            self.folder,
+            resume_step=resume_step,
+            tensorboard=config.metrics.tensorboard,
+            wandb=config.metrics.wandb,
+            wandb_project=config.metrics.wandb_project,
+            config=redact(dataclasses.asdict(config)),
+            warn=self.console.warn,
+        )
+        self.rollouts = RolloutLog(self.folder / "rollouts.jsonl", resume_step=resume_step)
+        self._signal: asyncio.Future[int] | None = None
+        for text in [*warnings, *self.checkpoints.torn]:
+            self.console.warn(text)
+        if self.resume_from:
+            self.console.note(f"resuming after step {self.start_step} from {self.resume_from}")
+
+    def _refuse_other_run(self) -> None:
+        holds_run = (self.folder / "metrics.jsonl").exists()
+        if holds_run and self.config.checkpoint.resume == "never":
+            raise UserError(
+                f"output_dir {self.folder} holds a run, and checkpoint.resume is never. Choose another output_dir, "
+                "remove the folder, or continue the run with --checkpoint.resume auto."
+            )
+
+    async def unless_stopped(self, work: Awaitable[T]) -> T:
+        """The result of `work`; raises `Stopped` instead, and cancels it, as soon as the run is asked to end."""
+        task = asyncio.ensure_future(work)
+        try:
+            first: set[asyncio.Future[Any]] = {task, self._stop_signal()}
+            await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED)
+            if task.done():
+                return task.result()
+            raise Stopped(self._stop_signal().result())
+        finally:
+            if not task.done():
+                task.cancel()
+                await asyncio.gather(task, return_exceptions=True)
+
+    def raise_if_stopped(self) -> None:
+        """Raises `Stopped` if the run was asked to end."""
+        if self._stop_signal().done():
+            raise Stopped(self._stop_signal().result())
+
+    def _stop_signal(self) -> asyncio.Future[int]:
+        if self._signal is None:
+            self._signal = asyncio.get_running_loop().create_future()
+        return self._signal
+
+    def handle_signals(self) -> None:
+        """SIGINT and SIGTERM ask the run to end; a second one ends it at once."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, self._on_signal, number)
+
+    def _on_signal(self, number: int) -> None:
+        if self._stop_signal().done():
+            os._exit(128 + number)  # the children die with this process
+        self.console.note("stopping after a checkpoint; a second signal stops at once")
+        self._stop_signal().set_result(number)
+
+    def log_step(self, step: int) -> None:
+        """Writes what `metrics` collected since the last call as step `step`, and warns where it looks unhealthy."""
+        values = self.metrics.flush(step)
+        self._sinks.write(step, values)
+        self.console.step(step, values)
+        for warning in self._health.check(values):
+            self.console.warn(warning)
+
+    def log_evaluation(self, step: int, values: Mapping[str, float]) -> None:
+        """Writes held-out measures after step `step`."""
+        self._sinks.write(step, {"step": step, **values})
+        self.console.evaluation(step, values)
+
+    def close(self) -> None:
+        self._sinks.close()
+        self.rollouts.close()
+        self.console.close()
+
+
+def launch(
+    app: str, config_class: type[C], train: Callable[[Run[C]], Awaitable[None]], check: Callable[[C], list[str]]
+) -> int:
+    """Runs an app from its command line; returns the exit status.
+
+    Args:
+        app: "grpo" or "sft": names the program and its run folders.
+        config_class: what the config file is read into.
+        train: the app itself.
+        check: what `--dry_run` does instead: reads and checks the inputs, starts nothing, and returns lines to show.
+    """
+    asked = parse_args(config_class, prog=f"python -m apps.{app}.main")
+    try:
+        if asked.dry_run:
+            print("\n".join([*(f"warning: {w}" for w in asked.warnings), *check(asked.config)]))
+            return 0
+        run = Run(asked.config, app=app, warnings=asked.warnings)
+    except UserError as error:
+        return _wrong_input(error)
+    try:
+        asyncio.run(_with_signals(run, train))
+        return 0
+    except UserError as error:
+        return _wrong_input(error)
+    except Stopped as stopped:
+        run.console.note(f"stopped by {stopped}; the same command with --output_dir {run.folder} goes on from here")
+        return stopped.exit_status
+    except Exception as error:
+        run.console.close()
+        cause = _first_cause(error)
+        traceback.print_exception(cause)
+        newest = run.checkpoints.latest()
+        print(
+            f"\nThe run failed: {type(cause).__name__}: {cause}\nLast good checkpoint: {newest or 'none yet'}",
+            file=sys.stderr,
+        )
+        return EXIT_FAILED
+    finally:
+        run.close()
+
+
+async def _with_signals(run: Run[C], train: Callable[[Run[C]], Awaitable[None]]) -> None:
+    run.handle_signals()
+    try:
+        await train(run)
+    except BaseExceptionGroup as group:
+        # Tasks that run side by side fail as a group; the first failure is what ended the run.
+        cause = _first_cause(group)
+        raise cause from cause.__cause__
+
+
+def _first_cause(error: BaseException) -> BaseException:
+    while isinstance(error, BaseExceptionGroup):
+        told = (e for e in error.exceptions if isinstance(e, Stopped | UserError))
+        error = next(told, error.exceptions[0])
+    return error
+
+
+def _wrong_input(error: UserError) -> int:
+    print(f"error: {error}", file=sys.stderr)
+    return EXIT_WRONG_INPUT

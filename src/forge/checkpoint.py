@@ -1,0 +1,130 @@
+"""What a resumable moment is, and writing it whole.
+
+`checkpoints/step-N/` holds
+    state.json      the controller's part: step, data position, finished but untrained groups
+    trainer/        the trainer's part: weights, optimizer moments, in safetensors shards
+    hf/             the weights as a Hugging Face folder
+    manifest.json   every other file with its size and checksum; written last
+
+A checkpoint is written into `step-N.partial`, flushed, and renamed: it is there whole or not at all. Nothing in it is a
+pickle.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+MANIFEST = "manifest.json"
+STATE = "state.json"
+
+
+class TornCheckpoint(RuntimeError):
+    """A checkpoint's files are not those that its manifest lists."""
+
+
+class Checkpoints:
+    """The checkpoints of one run folder.
+
+    Args:
+        folder: usually `<output_dir>/checkpoints`; made when the first one is written.
+        keep_latest_k: older ones are removed once a new one is whole.
+
+    Example:
+        >>> checkpoints = Checkpoints(Path("runs/a/checkpoints"), keep_latest_k=2)
+        >>> partial = checkpoints.begin(10)          # the actors write their parts in there
+        >>> checkpoints.commit(10, state={"step": 10})
+        >>> checkpoints.latest()
+        PosixPath('runs/a/checkpoints/step-10')
+    """
+
+    def __init__(self, folder: Path, *, keep_latest_k: int) -> None:
+        self._folder = folder
+        self._keep = keep_latest_k
+        self.torn: list[str] = []
+        """Why a newer checkpoint was passed over by `latest`."""
+
+    def begin(self, step: int) -> Path:
+        """An empty folder to write the parts of step `step` into."""
+        partial = self._folder / f"step-{step}.partial"
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        return partial
+
+    def commit(self, step: int, *, state: dict[str, Any]) -> Path:
+        """Adds the controller's state, flushes everything to disk, and gives the checkpoint its name."""
+        partial, final = self._folder / f"step-{step}.partial", self._folder / f"step-{step}"
+        (partial / STATE).write_text(json.dumps(state))
+        files = [p for p in sorted(partial.rglob("*")) if p.is_file()]
+        manifest = {str(p.relative_to(partial)): {"bytes": p.stat().st_size, "xxh3": _checksum(p)} for p in files}
+        (partial / MANIFEST).write_text(json.dumps(manifest, indent=1))
+        for path in [*files, partial / MANIFEST, *(p for p in partial.rglob("*") if p.is_dir()), partial]:
+            _flush(path)
+        shutil.rmtree(final, ignore_errors=True)
+        os.replace(partial, final)
+        _flush(self._folder)
+        for old in self._all()[: -self._keep]:
+            shutil.rmtree(old)
+        return final
+
+    def latest(self) -> Path | None:
+        """The newest checkpoint whose files are intact; torn ones are named in `self.torn`."""
+        self.torn = []
+        for path in reversed(self._all()):
+            try:
+                verify(path)
+            except TornCheckpoint as error:
+                self.torn.append(str(error))
+                continue
+            return path
+        return None
+
+    def _all(self) -> list[Path]:
+        found = [p for p in self._folder.glob("step-*") if p.name.removeprefix("step-").isdigit()]
+        return sorted(found, key=lambda p: int(p.name.removeprefix("step-")))
+
+
+def verify(path: Path) -> None:
+    """Compares every file with the manifest.
+
+    Raises:
+        TornCheckpoint: names the file, what was expected and what is there.
+    """
+    try:
+        manifest = json.loads((path / MANIFEST).read_text())
+    except (OSError, ValueError) as error:
+        raise TornCheckpoint(f"{path} has no readable {MANIFEST}: {error}") from None
+    for name, expected in manifest.items():
+        file = path / name
+        size = file.stat().st_size if file.is_file() else -1
+        if size != expected["bytes"]:
+            raise TornCheckpoint(f"{file} should have {expected['bytes']} bytes and has {max(size, 0)}")
+        if _checksum(file) != expected["xxh3"]:
+            raise TornCheckpoint(f"{file} has the right size and other content than when it was written")
+
+
+def load_state(path: Path) -> dict[str, Any]:
+    """The controller's part of a checkpoint."""
+    state: dict[str, Any] = json.loads((path / STATE).read_text())
+    return state
+
+
+def _checksum(path: Path) -> str:
+    digest = xxhash.xxh3_64()
+    with path.open("rb") as file:
+        while block := file.read(1 << 24):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def _flush(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,64 @@
+"""Config: a YAML file and a command line → dataclasses. Every mistake of the user's is told here, before a start.
+
+Importing this imports no torch. Read `sections.py` and `schema.py` for the keys and their meaning, `rules.py` for what
+must fit together, and `load.py` for how a file and overrides become a config.
+
+Example:
+    >>> from forge.config import GRPOConfig, load_config
+    >>> cfg = load_config(GRPOConfig, "apps/grpo/toy.yaml", ["--training.steps", "5"])
+"""
+
+from forge.config.errors import EXIT_WRONG_INPUT, ConfigError, Problem, exit_on_user_error
+from forge.config.load import Invocation, load_config, make_output_dir, parse_args, to_yaml
+from forge.config.schema import (
+    AlgorithmConfig,
+    GeneratorServiceConfig,
+    GRPOConfig,
+    GRPOServices,
+    GRPOTrainingConfig,
+    LossConfig,
+    RewardConfig,
+    RewardServiceConfig,
+)
+from forge.config.sections import (
+    CheckpointConfig,
+    ColumnsConfig,
+    DatasetConfig,
+    EvalConfig,
+    ExampleConfig,
+    MetricsConfig,
+    ParallelismConfig,
+    RunConfig,
+    ServiceConfig,
+    TrainingConfig,
+)
+
+__all__ = [
+    "EXIT_WRONG_INPUT",
+    "AlgorithmConfig",
+    "CheckpointConfig",
+    "ColumnsConfig",
+    "ConfigError",
+    "DatasetConfig",
+    "EvalConfig",
+    "ExampleConfig",
+    "GRPOConfig",
+    "GRPOServices",
+    "GRPOTrainingConfig",
+    "GeneratorServiceConfig",
+    "Invocation",
+    "LossConfig",
+    "MetricsConfig",
+    "ParallelismConfig",
+    "Problem",
+    "RewardConfig",
+    "RewardServiceConfig",
+    "RunConfig",
+    "ServiceConfig",
+    "TrainingConfig",
+    "exit_on_user_error",
+    "load_config",
+    "make_output_dir",
+    "parse_args",
+    "to_yaml",
+]

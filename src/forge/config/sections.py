@@ -1,0 +1,167 @@
+"""The sections that every training app shares. The text under a field is what `--help` prints."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal
+
+from forge.config.fields import Count, NonNegativeFloat, PositiveFloat, PositiveInt, Range
+
+
+@dataclass(kw_only=True, slots=True)
+class ColumnsConfig:
+    prompt: str | None = None
+    """The column that holds the question; null finds prompt, question or problem."""
+    target: str | None = None
+    """The column that holds the right answer; null finds target, answer or solution."""
+
+
+@dataclass(kw_only=True, slots=True)
+class ExampleConfig:
+    prompt: str
+    """What the user asks in this worked example."""
+    response: str
+    """What the model should have answered."""
+
+
+@dataclass(kw_only=True, slots=True)
+class DatasetConfig:
+    path: str = field(default="openai/gsm8k", metadata={"path": True})
+    """A hub id, a local file (json, jsonl, parquet) or folder, `reasoning_gym`, or `toy`."""
+    name: str | None = None
+    """The subset of a hub data set (null: the only one, or `main`), or the reasoning-gym task, such as chain_sum."""
+    split: str = "train"
+    """The split to train on."""
+    streaming: bool = False
+    """Read rows as they are needed instead of downloading everything first."""
+    columns: ColumnsConfig = field(default_factory=ColumnsConfig)
+    system_prompt: str | None = None
+    """The system message before every prompt."""
+    examples: list[ExampleConfig] = field(default_factory=list)
+    """Worked examples, shown as earlier turns of the conversation."""
+    parameters: dict[str, Any] = field(default_factory=dict)
+    """Parameters of a reasoning-gym task, such as {min_terms: 2, max_terms: 2}."""
+    size: PositiveInt | None = None
+    """How many rows to use or problems to make; null is all of them, or the task's own number."""
+    shuffle: bool = True
+    """Shuffle anew in every epoch, with training.seed."""
+    prompt_template: str | None = None
+    """Text around the question, in which {prompt} stands for it; null is the question alone."""
+    chat_template: str | None = None
+    """A Jinja chat template; null is the tokenizer's own."""
+
+
+@dataclass(kw_only=True, slots=True)
+class TrainingConfig:
+    steps: PositiveInt = 100
+    """Optimizer steps of the whole run."""
+    batch_size: PositiveInt = 4
+    """Prompts in one accumulation step, over all ranks; a step takes batch_size × gradient_accumulation_steps."""
+    gradient_accumulation_steps: PositiveInt = 1
+    """Accumulation steps in one optimizer step."""
+    learning_rate: PositiveFloat = 1e-6
+    """Peak learning rate of AdamW."""
+    lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """What follows the warm-up: stay, or fall to 0 at the last step."""
+    warmup_steps: Count = 0
+    """Steps in which the learning rate grows linearly from 0."""
+    weight_decay: NonNegativeFloat = 0.0
+    """Weight decay of AdamW."""
+    max_norm: PositiveFloat | None = 1.0
+    """Gradients are scaled down to this norm; null leaves them as they are."""
+    seq_len: PositiveInt = 2048
+    """The most tokens of prompt and response together."""
+    dtype: Literal["auto", "bfloat16", "float32"] = "auto"
+    """What to compute in; master weights are float32. auto: bfloat16 if the hardware is fast in it, else float32."""
+    max_tokens_per_microbatch: PositiveInt | None = None
+    """Tokens of the packed row of one forward; more is faster and takes more memory. null is seq_len."""
+    activation_checkpointing: Literal["none", "selective", "full"] = "none"
+    """Recompute activations in the backward: less memory, more time."""
+    compile: bool = False
+    """Compile the model with torch.compile."""
+    seed: Count = 42
+    """Seed of data order, sampling and new weights."""
+
+
+@dataclass(kw_only=True, slots=True)
+class ParallelismConfig:
+    data_parallel_replicate_degree: PositiveInt = 1
+    """Copies of the model that see different data."""
+    data_parallel_shard_degree: Annotated[int, Range(least=-1)] = -1
+    """Processes that one copy's weights and data are spread over (FSDP); -1 is all that the other degrees leave."""
+    tensor_parallel_degree: PositiveInt = 1
+    """Processes that every matrix is split over."""
+    pipeline_parallel_degree: PositiveInt = 1
+    """Processes that the layers are split over."""
+    context_parallel_degree: PositiveInt = 1
+    """Processes that every sequence is split over."""
+    expert_parallel_degree: PositiveInt = 1
+    """Processes that experts are split over; taken out of the shard, context and tensor degrees."""
+
+
+@dataclass(kw_only=True, slots=True)
+class ServiceConfig:
+    procs: PositiveInt = 1
+    """Processes of one replica on each of its hosts; one GPU each if with_gpus."""
+    num_replicas: PositiveInt = 1
+    """Independent copies of the service."""
+    with_gpus: bool = True
+    """false puts the service on the CPU."""
+    hosts: PositiveInt = 1
+    """Machines that one replica spans."""
+    threads: PositiveInt | None = None
+    """CPU threads of one process; null shares the machine's cores out."""
+
+
+@dataclass(kw_only=True, slots=True)
+class EvalConfig:
+    interval: PositiveInt | None = None
+    """Optimizer steps between evaluations; null evaluates before and after training only."""
+    samples: Count = 64
+    """Held-out problems, never trained on; 0 evaluates nothing."""
+    split: str | None = None
+    """The split they come from; null is test or validation if there is one, else they are set aside from training."""
+    max_new_tokens: PositiveInt | None = None
+    """The most tokens of an answer; null is as in training."""
+
+
+@dataclass(kw_only=True, slots=True)
+class CheckpointConfig:
+    interval: PositiveInt | None = 50
+    """Optimizer steps between checkpoints; null saves one at the end only."""
+    keep_latest_k: PositiveInt = 2
+    """How many are kept; older ones are removed once a new one is whole."""
+    resume: Literal["auto", "never"] = "auto"
+    """auto continues what the output folder holds; never refuses a folder that holds a run."""
+
+
+@dataclass(kw_only=True, slots=True)
+class MetricsConfig:
+    wandb: bool | Literal["online", "offline"] = False
+    """Weights & Biases; true is online, unless WANDB_MODE says otherwise."""
+    wandb_project: str = "forge"
+    """The project that Weights & Biases files the run under."""
+    tensorboard: bool = True
+    """Write TensorBoard event files into the output folder."""
+    console: bool = True
+    """Show progress in the terminal."""
+
+
+@dataclass(kw_only=True, slots=True)
+class RunConfig:
+    """What every app's config has; an app adds `services` and sections of its own."""
+
+    model: str = field(metadata={"path": True})
+    """A hub id, an hf:// id or a local folder; `toy` makes a tiny model on the spot."""
+    dataset: DatasetConfig = field(default_factory=DatasetConfig)
+    training: TrainingConfig = field(default_factory=TrainingConfig)
+    parallelism: ParallelismConfig = field(default_factory=ParallelismConfig)
+    eval: EvalConfig = field(default_factory=EvalConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    metrics: MetricsConfig = field(default_factory=MetricsConfig)
+    launcher: Literal["local", "hosts", "slurm"] = "local"
+    """Where processes start: on this machine, on the machines in `hosts`, or on those of the SLURM job."""
+    hosts: list[str] = field(default_factory=list)
+    """The machines of launcher: hosts."""
+    output_dir: str | None = field(default=None, metadata={"path": True})
+    """The run folder; null is runs/<app>-<time>. The same folder again resumes the run in it."""

@@ -1,0 +1,137 @@
+"""Spreading a TorchTitan decoder over processes: tensor parallelism, activation checkpointing, compilation, FSDP2.
+
+Imports TorchTitan; see `forge.models.decoder`.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Literal, Protocol
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torchtitan.distributed import ParallelDims
+from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
+from torchtitan.distributed.utils import set_spmd_backend
+from torchtitan.models.qwen3.model import Qwen3Model
+
+ActivationCheckpointing = Literal["none", "full", "selective"]
+
+
+class Parallelism(Protocol):
+    """How a model is spread (`forge.config.ParallelismConfig`)."""
+
+    data_parallel_replicate_degree: int
+    data_parallel_shard_degree: int
+    tensor_parallel_degree: int
+    pipeline_parallel_degree: int
+    context_parallel_degree: int
+    expert_parallel_degree: int
+
+
+def parallel_dims(parallelism: Parallelism) -> ParallelDims:
+    """The degrees as TorchTitan's `ParallelDims`, for as many processes as WORLD_SIZE (1 where it is not set) says.
+
+    Raises:
+        ValueError: the degrees do not multiply to the number of processes, or a kind is not available.
+    """
+    replicate, shard = parallelism.data_parallel_replicate_degree, parallelism.data_parallel_shard_degree
+    tp = parallelism.tensor_parallel_degree
+    unavailable = {
+        "pipeline": "it is not available yet",
+        "context": "it is not available yet",
+        "expert": "the supported models have no experts",
+    }
+    for kind, reason in unavailable.items():
+        degree = getattr(parallelism, f"{kind}_parallel_degree")
+        if degree != 1:
+            raise ValueError(f"parallelism.{kind}_parallel_degree must be 1, got {degree}: {reason}.")
+    world = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
+    if shard == -1:
+        shard = max(world // (replicate * tp), 1)
+    if replicate * shard * tp != world:
+        needed = replicate * shard * tp
+        raise ValueError(
+            f"the parallelism degrees must multiply to the number of trainer processes, but data_parallel_replicate "
+            f"{replicate} x data_parallel_shard {shard} x tensor_parallel {tp} = {needed} and there are {world}. "
+            f"Set services.trainer.procs to {needed}, or change a degree."
+        )
+    # "partial_dtensor" is the backend of TorchTitan that runs on gloo, and it needs no type checking at run time.
+    set_spmd_backend("partial_dtensor")
+    return ParallelDims(
+        dp_replicate=replicate,
+        dp_shard=shard,
+        cp=1,
+        tp=tp,
+        pp=1,
+        ep=1,
+        world_size=world,
+        spmd_backend="partial_dtensor",
+    )
+
+
+def start_process_group(device: torch.device) -> None:
+    """Join the other ranks, unless that was done: by MASTER_ADDR, MASTER_PORT, RANK and WORLD_SIZE.
+
+    A process on its own needs a group of one for bf16 with fp32 master weights, which FSDP2 does; it opens no port.
+    """
+    if dist.is_initialized():
+        return
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    else:
+        dist.init_process_group(backend)
+
+
+def apply_tensor_parallel(module: Qwen3Model, dims: ParallelDims) -> None:
+    """Shard heads, feed-forward and vocabulary; between the layers, the sequence (its length must divide evenly)."""
+    module.parallelize(dims)
+    if module.enable_weight_tying:
+        # Sharding made two parameters of one: FSDP would gather, and reduce the gradient of, each.
+        module.tok_embeddings.weight = module.lm_head.weight
+
+
+def apply_activation_checkpointing(module: Qwen3Model, kind: ActivationCheckpointing) -> None:
+    """Recompute whole blocks in the backward pass ("full"), or all but the costly products ("selective")."""
+    if kind == "full":
+        FullAC.Config().build().apply(module)
+    elif kind == "selective":
+        SelectiveAC.Config().build().apply(module)
+    elif kind != "none":
+        raise ValueError(f"activation_checkpointing must be none, full or selective, got {kind!r}.")
+
+
+def apply_compile(module: Qwen3Model) -> None:
+    """Compile each block; attention is a graph break in it (`forge.models.decoder.TreeAttention`)."""
+    for block in module.layers.values():
+        block.compile()
+
+
+def apply_fsdp(module: Qwen3Model, dims: ParallelDims, *, param_dtype: torch.dtype, device: torch.device) -> None:
+    """Shard parameters, gradients and optimizer state (FSDP2); gradients are summed over the ranks, not averaged.
+
+    Each block is a unit. Final norm and output projection belong to the root, and stay gathered from the forward pass
+    to the end of the backward pass: the projection is applied to many chunks of tokens, outside the forward pass.
+    TorchTitan's own `apply_fsdp_to_decoder` gives them a unit of two modules, whose hooks expect both to run once.
+    """
+    names = ["dp_replicate", "fsdp"] if dims.dp_replicate_enabled else ["fsdp"]
+    mesh = dims.get_mesh(names)
+    # Reductions in float32: gradients of many short responses are small beside each other's rounding in bf16.
+    policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    for block in module.layers.values():
+        fully_shard(block, mesh=mesh, mp_policy=policy)
+    if not module.enable_weight_tying:
+        fully_shard(module.tok_embeddings, mesh=mesh, mp_policy=policy)
+    fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+    for unit in fsdp_units(module):
+        # The loss is normalized over the whole batch, whichever rank holds how much of it.
+        unit.set_gradient_divide_factor(1.0)
+        if device.type == "cpu":
+            unit.set_force_sum_reduction_for_comms(True)  # gloo has no pre-multiplied sum
+
+
+def fsdp_units(module: torch.nn.Module) -> list[FSDPModule]:
+    """The parts that FSDP2 gathers and reduces, each by itself; empty where it is not applied."""
+    return [part for part in module.modules() if isinstance(part, FSDPModule)]

@@ -1,0 +1,187 @@
+"""A loss over the whole batch of an optimizer step, back-propagated row by row.
+
+The gradient is that of the whole [B, R] batch in one forward, however it is cut into packed rows and over
+data-parallel ranks. Two ways lead there:
+
+* a `TokenLoss` is a sum of per-token terms with weights that depend on masks alone; the weights are computed once from
+  counts over all ranks, and each row adds its part;
+* any other loss is evaluated once on the log-probabilities of all rows and ranks, scored without a gradient; its
+  gradient with respect to them is then carried back row by row, at the price of one more forward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from forge.losses import TokenLoss, batch_counts, loss_arguments, reduce_diagnostics, trained_mask
+from forge.packing import PackedRow, gather, unpack
+
+Tensors = dict[str, Tensor]
+RowLoss = Callable[[PackedRow, Tensor], Tensor]
+"""(row, its log-probabilities [M]) → the row's part of the loss."""
+ScoreRow = Callable[[PackedRow | None, bool], tuple[Tensor, Tensor]]
+"""(row, want_entropy) → log-probabilities [M] and entropies [M] of the row's scored pairs, with a gradient.
+
+Given None it scores a row of its own choosing: the other ranks still have rows, and all must take part in every
+forward and backward."""
+
+
+class Ranks(Protocol):
+    """The data-parallel ranks that share a batch."""
+
+    def sum(self, values: Tensor) -> Tensor:
+        """The sum over all ranks."""
+
+    def max(self, value: float) -> float:
+        """The largest over all ranks."""
+
+    def gather(self, values: Tensor) -> list[Tensor]:
+        """Every rank's [b_i, R_i] tensor, in the order of the ranks."""
+
+    @property
+    def index(self) -> int:
+        """Which of the ranks this one is."""
+
+    @property
+    def count(self) -> int:
+        """How many there are."""
+
+
+class OneRank:
+    """`Ranks` of a process that is alone."""
+
+    index = 0
+    count = 1
+
+    def sum(self, values: Tensor) -> Tensor:
+        return values
+
+    def max(self, value: float) -> float:
+        return value
+
+    def gather(self, values: Tensor) -> list[Tensor]:
+        return [values]
+
+
+@dataclass(kw_only=True, slots=True)
+class Outcome:
+    """What one step's backward found, the same on every rank."""
+
+    loss: float
+    """The loss of the whole batch, the entropy bonus included."""
+    entropy: float
+    """Nats, mean over the trained tokens."""
+    trained_tokens: int
+    metrics: dict[str, float]
+    """Ratio, KL and mismatch statistics; see `forge.losses.diagnostics`."""
+
+
+class Objective:
+    """Loss and entropy bonus of one optimizer step.
+
+    Args:
+        loss: a `TokenLoss`, or any module whose `forward` takes some of the tensors of `forge.losses.loss_arguments`.
+        entropy_coef: the mean entropy times this is subtracted from the loss.
+    """
+
+    def __init__(self, loss: nn.Module, *, entropy_coef: float = 0.0) -> None:
+        self._loss = loss
+        self._entropy_coef = entropy_coef
+        self._arguments = loss_arguments(loss)
+
+    def backward(self, batch: Tensors, rows: Sequence[PackedRow], *, score: ScoreRow, ranks: Ranks) -> Outcome:
+        """Adds the gradient of the whole batch's loss to the parameters behind `score`.
+
+        Args:
+            batch: this rank's `padding_mask` [B, R], `advantages` [B, 1] or [B, R], and where there are any
+                `generator_logprobs` and `ref_logprobs` [B, R].
+            rows: the same batch, packed; each sequence is whole in one row.
+        """
+        mask = trained_mask(batch["padding_mask"], batch.get("generator_logprobs"))
+        dropped = (batch["padding_mask"] != 0).sum() - mask.sum()
+        batch = {**batch, "padding_mask": mask}
+        counts = ranks.sum(batch_counts(mask))
+        tokens = max(float(counts[0]), 1.0)
+        padded: list[PackedRow | None] = [*rows]
+        padded += [None] * (int(ranks.max(len(rows))) - len(rows))
+        if isinstance(self._loss, TokenLoss):
+            row_loss = self._row_terms(self._loss, batch, counts)
+        else:
+            row_loss = self._row_gradients(batch, padded, score, ranks)
+        logprobs, entropies = torch.zeros(2, *mask.shape, device=mask.device)
+        for row in padded:
+            scored, entropy = score(row, self._entropy_coef != 0.0)
+            if row is None:
+                (0.0 * (scored.sum() + entropy.sum())).backward()
+                continue
+            bonus = (entropy * gather(mask.float(), row)).sum() * (self._entropy_coef / tokens)
+            (row_loss(row, scored) - bonus).backward()
+            logprobs = unpack(scored.detach(), row, logprobs)
+            entropies = unpack(entropy.detach(), row, entropies)
+        entropy_mean = float(ranks.sum(torch.where(mask, entropies, 0.0).sum().double())) / tokens
+        return Outcome(
+            loss=self._value(batch, logprobs, ranks) - self._entropy_coef * entropy_mean,
+            entropy=entropy_mean,
+            trained_tokens=int(counts[0]),
+            metrics=reduce_diagnostics(self._loss, logprobs=logprobs, dropped=dropped, ranks=ranks, **batch),
+        )
+
+    def _row_terms(self, loss: TokenLoss, batch: Tensors, counts: Tensor) -> RowLoss:
+        """First way: the row's own terms, weighted by counts of the whole batch."""
+        weights = loss.weights(batch["padding_mask"], counts)
+
+        def row_loss(row: PackedRow, scored: Tensor) -> Tensor:
+            logprobs = unpack(scored, row, torch.zeros_like(weights))
+            sequences = torch.unique(row.score_row_N)
+            terms = loss.token_terms(
+                logprobs=logprobs[sequences], **{k: v[sequences] for k, v in self._wanted(batch).items()}
+            )
+            return (terms * weights[sequences]).sum()
+
+        return row_loss
+
+    def _row_gradients(self, batch: Tensors, rows: list[PackedRow | None], score: ScoreRow, ranks: Ranks) -> RowLoss:
+        """Second way: the gradient of the loss with respect to every log-probability, carried back row by row."""
+        logprobs = torch.zeros_like(batch["padding_mask"], dtype=torch.float32)
+        if len(rows) == 1 and ranks.count == 1:  # the row is the batch: one forward is enough
+            return lambda row, scored: self._loss(logprobs=unpack(scored, row, logprobs), **self._wanted(batch))
+        with torch.no_grad():
+            for row in rows:
+                scored, _ = score(row, False)
+                if row is not None:
+                    logprobs = unpack(scored, row, logprobs)
+        whole, start = gather_batch({"logprobs": logprobs, **batch}, ranks)
+        leaf = whole.pop("logprobs").requires_grad_()
+        (gradient,) = torch.autograd.grad(self._loss(logprobs=leaf, **self._wanted(whole)), leaf)
+        mine = gradient[start : start + logprobs.shape[0], : logprobs.shape[1]]
+        return lambda row, scored: (scored * gather(mine, row)).sum()
+
+    def _wanted(self, batch: Tensors) -> Tensors:
+        return {k: v for k, v in batch.items() if k in self._arguments}
+
+    @torch.no_grad()
+    def _value(self, batch: Tensors, logprobs: Tensor, ranks: Ranks) -> float:
+        whole, _ = gather_batch({"logprobs": logprobs, **batch}, ranks)
+        return float(self._loss(**{k: v for k, v in whole.items() if k in self._arguments}))
+
+
+def gather_batch(batch: Tensors, ranks: Ranks) -> tuple[Tensors, int]:
+    """All ranks' [b_i, R_i] tensors as [B, R] ones, zeros on the right, and where this rank's rows start."""
+    width = int(ranks.max(batch["padding_mask"].shape[1]))
+    start = 0
+    whole = {}
+    per_sequence = int(ranks.max(batch["advantages"].shape[1])) == 1
+    for name in sorted(batch):
+        values = batch[name]
+        if name != "advantages" or not per_sequence:
+            values = values.expand(batch["padding_mask"].shape)
+            values = nn.functional.pad(values, (0, width - values.shape[1]))
+        pieces = ranks.gather(values)
+        start = sum(len(p) for p in pieces[: ranks.index])
+        whole[name] = torch.cat(pieces)
+    return whole, start

@@ -1,0 +1,150 @@
+"""Groups wait here between the rollouts and the trainer; how old they may get is bounded by construction.
+
+Groups are numbered in the order in which they start. With P groups to a step and weights of version v at the
+generators (versions count optimizer steps), a group may start while fewer than (v + S + 1)·P have been started. Taken
+oldest first, group k is trained in step k // P, so that its weights are at most S steps old when it is trained.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from forge.types import Group
+
+
+class ReplayBuffer:
+    """A bounded, ordered meeting point of one rollout loop and one training loop.
+
+    Args:
+        groups_per_step: P, the groups that one optimizer step takes.
+        max_staleness: S, in optimizer steps; 0 is strictly on-policy.
+        steps: the optimizer steps of the whole run; no group is started that no step will take.
+        first_step: the step that a resumed run goes on with.
+        window: how many unfinished groups may be overtaken by finished ones in one step (default P). A group is
+            overtaken only where everything left behind can still be trained in time: looking ahead never wastes data.
+
+    Example:
+        >>> buffer = ReplayBuffer(groups_per_step=2, max_staleness=0, steps=10)
+        >>> group_id = await buffer.admit()      # a rollout starts
+        >>> buffer.add(group)                    # ... and has finished
+        >>> groups = await buffer.take(step=0)   # waits for two
+        >>> buffer.advance(version=1)            # the generators have new weights: two more may start
+    """
+
+    def __init__(
+        self, *, groups_per_step: int, max_staleness: int, steps: int, first_step: int = 0, window: int | None = None
+    ) -> None:
+        self._per_step = groups_per_step
+        self._max_staleness = max_staleness
+        self._steps = steps
+        self._window = groups_per_step if window is None else window
+        self._version = first_step
+        self._started = first_step * groups_per_step  # minus those that were discarded: they do not count
+        self._next_id = self._started
+        self._running: set[int] = set()
+        self._started_at: dict[int, int] = {}  # running or finished group → version of the weights when it started
+        self._finished: dict[int, Group] = {}
+        self._changed = asyncio.Condition()
+        self.discarded = 0
+        self.stale = 0
+
+    def __len__(self) -> int:
+        """Finished groups that no step has taken yet."""
+        return len(self._finished)
+
+    @property
+    def running(self) -> int:
+        """Groups that have started and not finished."""
+        return len(self._running)
+
+    def _may_start(self) -> bool:
+        limit = min(self._version + self._max_staleness + 1, self._steps) * self._per_step
+        return self._started < limit
+
+    async def admit(self) -> int:
+        """Waits for a free place and returns the id of the group that may start now."""
+        async with self._changed:
+            await self._changed.wait_for(self._may_start)
+            group_id = self._next_id
+            self._next_id += 1
+            self._started += 1
+            self._running.add(group_id)
+            self._started_at[group_id] = self._version
+            return group_id
+
+    async def add(self, group: Group) -> None:
+        """Takes a finished group in."""
+        async with self._changed:
+            self._running.remove(group.id)
+            self._finished[group.id] = group
+            self._changed.notify_all()
+
+    async def discard(self, *group_ids: int) -> None:
+        """Gives groups up that will not be trained, running, finished or taken; as many others may start."""
+        async with self._changed:
+            for group_id in group_ids:
+                self._give_up(group_id)
+            self._changed.notify_all()
+
+    def _give_up(self, group_id: int) -> None:
+        self._running.discard(group_id)
+        self._finished.pop(group_id, None)
+        self._started_at.pop(group_id, None)
+        self._started -= 1
+        self.discarded += 1
+
+    async def advance(self, version: int) -> None:
+        """Says which weights the generators have now."""
+        async with self._changed:
+            self._version = version
+            self._changed.notify_all()
+
+    async def take(self, step: int) -> list[Group]:
+        """Waits for P groups, oldest first, none older than S steps when trained in optimizer step `step`."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: self._ready(step) is not None)
+            ids = self._ready(step) or []
+            # The groups stay counted as started: they make room when `advance` says that their step was published.
+            for i in ids:
+                del self._started_at[i]
+            return [self._finished.pop(i) for i in ids]
+
+    def _ready(self, step: int) -> list[int] | None:
+        """The ids that `take` would return now, or None while it has to wait."""
+        self._drop_stale(step)
+        waiting = sorted([*self._running, *self._finished])
+        chosen = [i for i in waiting if i in self._finished][: self._per_step]
+        if len(chosen) < self._per_step:
+            return None
+        overtaken = sum(i < chosen[-1] for i in self._running)
+        if overtaken > self._window:
+            return None
+        left = [i for i in waiting if i not in set(chosen)]
+        # With P taken at every step from the next one on, is each of those left behind still taken in time?
+        in_time = all(
+            step + 1 + place // self._per_step - self._started_at[i] <= self._max_staleness
+            for place, i in enumerate(left)
+        )
+        return chosen if in_time or overtaken == 0 else None
+
+    def _drop_stale(self, step: int) -> None:
+        old = [i for i, g in self._finished.items() if step - g.policy_version > self._max_staleness]
+        for group_id in old:
+            self._give_up(group_id)
+        if old:
+            self.stale += len(old)
+            self._changed.notify_all()
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed run needs: finished groups that were not trained, and the next group's id."""
+        return {"next_id": self._next_id, "finished": list(self._finished.values())}
+
+    def load_state_dict(self, state: dict[str, Any], *, running: list[int]) -> None:
+        """Goes on from `state_dict()`; `running` are the ids of the groups that have to be started once more."""
+        self._finished = {g.id: g for g in state["finished"]}
+        self._running = set(running)
+        self._started_at = dict.fromkeys([*self._finished, *running], self._version)
+        self._started_at |= {i: g.policy_version for i, g in self._finished.items()}
+        self._next_id = state["next_id"]
+        self._started += len(self._finished) + len(running)

@@ -1,0 +1,310 @@
+"""The weight store in its own process, published to and fetched from by others, through TorchStore and Monarch."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import cloudpickle
+import psutil
+import pytest
+import torch
+
+from forge.provisioner import Provisioner
+from forge.service import ActorHandle, ForgeActor, ReplicaDied
+from forge.weights import CorruptWeights, UnknownVersion, WeightStore, WeightStoreError
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])  # a child cannot import this file by its name
+
+CHUNK = 1 << 20
+
+
+def weights_of(version, *, dtype=torch.float32):
+    """Three chunks and a few tensors, different for each version."""
+    generator = torch.Generator().manual_seed(version)
+    named = {f"layers.{i}.weight": torch.randn(64, 1000, generator=generator).to(dtype) for i in range(9)}
+    return {**named, "norm": torch.full((7,), float(version), dtype=dtype), "steps": torch.tensor([version])}
+
+
+def same(a, b):
+    return list(a) == list(b) and all(a[k].dtype == b[k].dtype and torch.equal(a[k], b[k]) for k in a)
+
+
+class Peer(ForgeActor):
+    """A trainer or a generator, as far as weights are concerned."""
+
+    def __init__(self, store):
+        self.store = store
+        self.held = None
+
+    async def publish(self, version, seed=None, dtype=None):
+        return await self.store.publish(version, weights_of(seed or version).items(), dtype=dtype)
+
+    async def publish_and_break_off(self, version):
+        def source():
+            for i, named in enumerate(weights_of(version).items()):
+                if i == 8:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                yield named
+
+        await self.store.publish(version, source())
+
+    async def publish_and_fail(self, version):
+        def source():
+            yield from list(weights_of(version).items())[:8]
+            raise ValueError("out of layers")
+
+        await self.store.publish(version, source())
+
+    async def fetch_is_right(self, version, seed=None, dtype=torch.float32):
+        return same(await self.store.fetch(version), weights_of(seed or version, dtype=dtype))
+
+    async def hold(self, version):
+        self.held = await self.store.fetch(version)
+
+    def held_is_right(self, version):
+        return same(self.held, weights_of(version))
+
+    async def scribble(self, version):
+        tensors = await self.store.fetch(version)
+        for tensor in tensors.values():
+            tensor.zero_()
+
+    async def fetch_until(self, last):
+        """Fetches the newest version over and over, as a generator does; how many were complete and right."""
+        right = dropped = newest = 0
+        while newest < last:
+            newest = (await self.store.versions() or [0])[-1]
+            if newest:
+                try:
+                    right += same(await self.store.fetch(newest), weights_of(newest))
+                except UnknownVersion:
+                    dropped += 1
+        return right, dropped
+
+    def memory(self):
+        return psutil.Process().memory_info().rss
+
+
+@dataclass
+class Cluster:
+    """A store, a trainer and two generators, and the event loop they were started on."""
+
+    runner: asyncio.Runner
+    store: WeightStore
+    trainer: ActorHandle
+    generators: list[ActorHandle]
+    next_version: int = 0
+
+    def run(self, coroutine: Any) -> Any:
+        return self.runner.run(coroutine)
+
+    def new_version(self) -> int:
+        self.next_version += 1
+        return self.next_version
+
+
+@pytest.fixture(scope="module", params=["auto", "tcp"])
+def cluster(request: pytest.FixtureRequest) -> Iterator[Cluster]:
+    with asyncio.Runner() as runner:
+        provisioner = Provisioner(gpus=[])
+
+        async def start() -> Cluster:
+            await provisioner.__aenter__()
+            store = await WeightStore.start(transport=request.param, chunk_bytes=CHUNK)
+            names = ("trainer", "generator0", "generator1")
+            actors = await asyncio.gather(*(Peer.options(name=name).as_actor(store=store) for name in names))
+            return Cluster(runner, store, actors[0], actors[1:])
+
+        cluster = runner.run(start())
+        pids = [p.pid for p in psutil.Process().children(recursive=True)]
+        yield cluster
+        runner.run(provisioner.__aexit__())
+        assert not any(psutil.pid_exists(pid) for pid in pids)
+
+
+def test_what_is_fetched_is_what_was_published(cluster):
+    version = cluster.new_version()
+    published = cluster.run(cluster.trainer.publish.call(version))
+    assert published["bytes"] >= 9 * 64 * 1000 * 4
+    assert cluster.run(cluster.generators[0].fetch_is_right.call(version))
+    assert same(cluster.run(cluster.store.fetch(version)), weights_of(version))
+
+
+def test_several_fetch_at_once(cluster):
+    version = cluster.new_version()
+    cluster.run(cluster.trainer.publish.call(version))
+
+    async def all_at_once():
+        return await asyncio.gather(*(g.fetch_is_right.call(version) for g in cluster.generators for _ in range(4)))
+
+    assert cluster.run(all_at_once()) == [True] * 8
+
+
+def test_the_last_two_versions_exist_and_asking_for_another_lists_them(cluster):
+    versions = [cluster.new_version() for _ in range(3)]
+    for version in versions:
+        cluster.run(cluster.trainer.publish.call(version))
+    assert cluster.run(cluster.store.versions()) == versions[1:]
+    expected = f"no version {versions[0]} of the weights; those that exist: {versions[1]}, {versions[2]}"
+    with pytest.raises(UnknownVersion, match=expected):
+        cluster.run(cluster.generators[0].fetch_is_right.call(versions[0]))
+
+
+def test_conversion_happens_while_publishing(cluster):
+    version = cluster.new_version()
+    cluster.run(cluster.trainer.publish.call(version, dtype=torch.bfloat16))
+    assert cluster.run(cluster.generators[0].fetch_is_right.call(version, dtype=torch.bfloat16))
+
+
+def test_publishing_a_number_again_replaces_it(cluster):
+    version = cluster.new_version()
+    cluster.run(cluster.trainer.publish.call(version))
+    cluster.run(cluster.trainer.publish.call(version, seed=999))
+    assert cluster.run(cluster.store.versions()).count(version) == 1
+    assert cluster.run(cluster.generators[0].fetch_is_right.call(version, seed=999))
+
+
+def test_a_fetcher_that_writes_into_its_tensors_does_not_change_the_version(cluster):
+    version = cluster.new_version()
+    cluster.run(cluster.trainer.publish.call(version))
+    cluster.run(cluster.generators[0].scribble.call(version))
+    assert cluster.run(cluster.generators[1].fetch_is_right.call(version))
+
+
+def test_tensors_stay_valid_after_their_version_was_dropped(cluster):
+    version = cluster.new_version()
+    cluster.run(cluster.trainer.publish.call(version))
+    cluster.run(cluster.generators[0].hold.call(version))
+    for _ in range(4):
+        cluster.run(cluster.trainer.publish.call(cluster.new_version()))
+    assert cluster.run(cluster.generators[0].held_is_right.call(version))
+
+
+def test_fetching_while_versions_are_published_and_dropped_never_gives_a_torn_one(cluster):
+    versions = [cluster.new_version() for _ in range(12)]
+
+    async def publish_all():
+        for version in versions:
+            await cluster.trainer.publish.call(version)
+
+    async def both():
+        fetches = [g.fetch_until.call(versions[-1]) for g in cluster.generators]
+        return (await asyncio.gather(publish_all(), *fetches))[1:]
+
+    for right, dropped in cluster.run(both()):  # an error other than UnknownVersion would have been raised
+        assert right >= 1
+        assert right + dropped >= 1
+
+
+def test_a_publish_that_fails_leaves_no_version_and_the_next_one_works(cluster):
+    before = cluster.run(cluster.store.versions())
+    with pytest.raises(ValueError, match="out of layers"):
+        cluster.run(cluster.trainer.publish_and_fail.call(cluster.new_version()))
+    assert cluster.run(cluster.store.versions()) == before
+    version = cluster.new_version()
+    cluster.run(cluster.trainer.publish.call(version))
+    assert cluster.run(cluster.generators[0].fetch_is_right.call(version))
+
+
+def test_publishing_over_and_over_does_not_grow_the_store(cluster):
+    (pid,) = cluster.store._group.pids
+
+    async def publish(times):
+        for _ in range(times):
+            await cluster.trainer.publish.call(cluster.new_version())
+
+    cluster.run(publish(4))
+    before = psutil.Process(pid).memory_info().rss
+    files = psutil.Process(pid).num_fds()
+    cluster.run(publish(8))
+    assert psutil.Process(pid).memory_info().rss - before < 3 * 9 * 64 * 1000 * 4
+    assert psutil.Process(pid).num_fds() - files < 20
+
+
+def test_a_corrupted_chunk_is_refused(cluster):
+    version = cluster.new_version()
+    cluster.run(cluster.trainer.publish.call(version))
+    cluster.run(_flip_a_bit(cluster.store, version))
+    with pytest.raises(CorruptWeights, match=rf"version {version}, chunk 1 \(layers"):
+        cluster.run(cluster.generators[0].fetch_is_right.call(version))
+
+
+async def _flip_a_bit(store, version):
+    """Puts chunk 1 into the store again with one bit changed."""
+    client = store._client()
+    key = (await store._manifest(version)).chunks[1].key
+    flat = (await client.get_flat(key)).clone()
+    flat[1000] ^= 16
+    await client.delete(key)
+    memory, handle = await client.lend(flat.numel())
+    memory[: flat.numel()] = flat
+    await client.put_flat(key, memory[: flat.numel()], handle)
+
+
+def test_versions_survive_a_trainer_that_is_killed_while_it_publishes(cluster):
+    version = cluster.new_version()
+    cluster.run(cluster.trainer.publish.call(version))
+
+    async def scenario():
+        doomed = await Peer.options(name="doomed").as_actor(store=cluster.store)
+        with pytest.raises(ReplicaDied):
+            await doomed.publish_and_break_off.call(cluster.new_version())
+        return await cluster.store.versions()
+
+    assert cluster.run(scenario())[-1] == version
+    assert cluster.run(cluster.generators[0].fetch_is_right.call(version))
+    after = cluster.new_version()
+    cluster.run(cluster.trainer.publish.call(after))
+    assert cluster.run(cluster.generators[0].fetch_is_right.call(after))
+    assert len(cluster.run(cluster.store._client().keys())) == 1 + 2 * 3  # the index, and two versions of three chunks
+
+
+def test_the_death_of_the_store_is_named_where_it_is_noticed():
+    async def scenario():
+        async with Provisioner(gpus=[]):
+            store = await WeightStore.start(chunk_bytes=CHUNK)
+            await store.publish(1, weights_of(1).items())
+            os.kill(store._group.pids[0], signal.SIGKILL)
+            with pytest.raises(WeightStoreError, match="process that keeps the weights"):
+                await store.fetch(1)
+
+    asyncio.run(scenario())
+
+
+def test_nothing_is_left_in_dev_shm_and_no_port_is_open():
+    async def scenario():
+        async with Provisioner(gpus=[]):
+            store = await WeightStore.start(chunk_bytes=CHUNK)
+            await store.publish(1, weights_of(1).items())
+            await store.fetch(1)
+            processes = [psutil.Process(), *psutil.Process().children(recursive=True)]
+            return [c for p in processes for c in p.net_connections(kind="inet") if c.status == psutil.CONN_LISTEN]
+
+    before = set(os.listdir("/dev/shm"))
+    assert asyncio.run(scenario()) == []
+    assert set(os.listdir("/dev/shm")) == before
+
+
+def test_a_store_is_shut_down_only_where_it_was_started():
+    import pickle
+
+    async def scenario():
+        async with Provisioner(gpus=[]):
+            store = await WeightStore.start()
+            copy = pickle.loads(pickle.dumps(store))
+            with pytest.raises(RuntimeError, match="only by the process that started it"):
+                await copy.shutdown()
+            await store.shutdown()
+
+    asyncio.run(scenario())
+
+
+def test_keep_must_leave_room_for_the_version_just_published():
+    with pytest.raises(ValueError, match="keep must be at least 1, got 0"):
+        asyncio.run(WeightStore.start(keep=0))

@@ -1,0 +1,61 @@
+"""Checkpoints are whole or not there."""
+
+import json
+
+import pytest
+
+from forge.checkpoint import Checkpoints, TornCheckpoint, load_state, verify
+
+
+def write(checkpoints: Checkpoints, step: int, content: str = "weights"):
+    partial = checkpoints.begin(step)
+    (partial / "trainer").mkdir()
+    (partial / "trainer" / "a.safetensors").write_text(content)
+    return checkpoints.commit(step, state={"step": step})
+
+
+def test_the_newest_is_found_and_carries_the_state(tmp_path):
+    checkpoints = Checkpoints(tmp_path, keep_latest_k=3)
+    write(checkpoints, 9)
+    write(checkpoints, 10)
+    assert checkpoints.latest() == tmp_path / "step-10"  # by number: as text, step-9 comes last
+    assert load_state(tmp_path / "step-10") == {"step": 10}
+
+
+def test_a_checkpoint_that_was_being_written_is_not_there(tmp_path):
+    checkpoints = Checkpoints(tmp_path, keep_latest_k=3)
+    write(checkpoints, 1)
+    (checkpoints.begin(2) / "half").write_text("ha")
+    assert checkpoints.latest() == tmp_path / "step-1"
+
+
+def test_older_ones_are_removed_only_when_the_new_one_is_whole(tmp_path):
+    checkpoints = Checkpoints(tmp_path, keep_latest_k=2)
+    for step in (1, 2, 3):
+        write(checkpoints, step)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["step-2", "step-3"]
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda p: (p / "trainer" / "a.safetensors").write_text("w"), "should have 7 bytes and has 1"),
+        (lambda p: (p / "trainer" / "a.safetensors").write_text("WEIGHTS"), "other content"),
+        (lambda p: (p / "trainer" / "a.safetensors").unlink(), "should have 7 bytes and has 0"),
+        (lambda p: (p / "manifest.json").write_text("{"), "no readable manifest.json"),
+    ],
+)
+def test_a_torn_checkpoint_is_named_and_the_one_before_it_is_used(tmp_path, damage, message):
+    checkpoints = Checkpoints(tmp_path, keep_latest_k=2)
+    write(checkpoints, 1)
+    damage(write(checkpoints, 2))
+    with pytest.raises(TornCheckpoint, match=message):
+        verify(tmp_path / "step-2")
+    assert checkpoints.latest() == tmp_path / "step-1"
+    (torn,) = checkpoints.torn
+    assert message in torn
+
+
+def test_the_manifest_lists_every_file(tmp_path):
+    path = write(Checkpoints(tmp_path, keep_latest_k=1), 5)
+    assert set(json.loads((path / "manifest.json").read_text())) == {"state.json", "trainer/a.safetensors"}
