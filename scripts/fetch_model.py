@@ -41,7 +41,7 @@ GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 # Of the converted tensors (see `tensors_sha256`), so that it does not depend on how a library lays out its files.
 TENSORS_SHA256 = "05f6bbcf1b663a0e562bb41f2a038acfe52bbb6d031cd06afffbfa328dad746f"
 MANIFEST = "manifest.json"
-FORMAT = 2  # raised when the conversion changes, so that folders made by an older one are made anew
+FORMAT = 1  # raised when the conversion changes, so that folders made by an older one are made anew
 ATTEMPTS = 3
 CHUNK = 1 << 20  # bytes
 

@@ -19,11 +19,14 @@ from torch import Tensor
 
 # Sizes in tokens, measured with SmolLM2's geometry on one Zen 3 core (benchmarks/attention_cpu.py); half or twice as
 # much changes the time by less than a tenth.
-# A triangle or a subtree up to this size is one tile: its masked pairs cost less than the calls that would avoid them.
-_TILE = 64
-# The kernel computes key blocks of 512 in full, so a triangle is cut in halves, down to _TILE; but from here on the
-# waste at the diagonal is small, and one call beats many.
+# A subtree up to this size is one tile: its masked pairs cost less than the calls that would avoid them.
+_TREE_TILE = 64
+# The kernel computes key blocks of 512 in full, so a triangle is cut in halves, down to this size; but from
+# _WHOLE_TRIANGLE on the waste at the diagonal is small, and one call beats many.
+_TRIANGLE_TILE = 128
 _WHOLE_TRIANGLE = 1024
+# Tiles up to this size are copied together for one call; larger ones are read in place, a call each.
+_GATHERED_TILE = 32
 # The kernel behind scaled_dot_product_attention on CPUs, called by name because only so does it hand out the
 # log-sum-exp. It is internal to torch 2.13: tests/unit/test_attention.py fails where a later version changes it.
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -41,7 +44,7 @@ class _Tiles:
     mask: Tensor | None
     """[n, 1, S, S] float32, 0 or -inf, where a tile is a subtree; None where all tiles are plain triangles."""
     gather: Tensor | None = None
-    """[n * S] int64, the token in each slot, padding filled with the row's first; None for one contiguous run."""
+    """[n * S] int64, the token in each slot, padding filled with the row's first; None for n = 1, read in place."""
     slots: Tensor | None = None
     """[real tokens] int64, the slots that are not padding."""
     tokens: Tensor | None = None
@@ -50,8 +53,7 @@ class _Tiles:
     """[n, S, 1] bool, True where a slot is padding; None where there is none."""
 
     def __post_init__(self) -> None:
-        runs = zip(self.starts, self.sizes, self.starts[1:], strict=False)
-        if set(self.sizes) == {self.width} and all(start + size == following for start, size, following in runs):
+        if len(self.starts) == 1:
             return
         offsets = torch.arange(self.width)
         tokens = torch.tensor(self.starts)[:, None] + offsets
@@ -64,19 +66,16 @@ class _Tiles:
     def take(self, x_THD: Tensor) -> Tensor:
         """[T, heads, D] -> [n, heads, S, D], the layout that the kernel wants; padding holds some real token."""
         if self.gather is None:
-            x = x_THD[self.starts[0] : self.starts[-1] + self.width]
-        else:
-            x = x_THD.index_select(0, self.gather)
-        return x.unflatten(0, (len(self.starts), self.width)).transpose(1, 2)
+            return x_THD[self.starts[0] : self.starts[0] + self.width].transpose(0, 1)[None]
+        return x_THD.index_select(0, self.gather).unflatten(0, (-1, self.width)).transpose(1, 2)
 
     def put(self, x_nHSD: Tensor, out_THD: Tensor) -> None:
         """The reverse of `take`: overwrites the tiles' tokens in `out`, leaves padding behind."""
-        x = x_nHSD.transpose(1, 2)
-        if self.gather is None or self.tokens is None or self.slots is None:
-            span = out_THD[self.starts[0] : self.starts[-1] + self.width]
-            span.unflatten(0, (len(self.starts), self.width)).copy_(x)
+        if self.tokens is None or self.slots is None:
+            out_THD[self.starts[0] : self.starts[0] + self.width].copy_(x_nHSD[0].transpose(0, 1))
         else:
-            out_THD.index_copy_(0, self.tokens, x.flatten(0, 1).index_select(0, self.slots).to(out_THD.dtype))
+            x = x_nHSD.transpose(1, 2).flatten(0, 1).index_select(0, self.slots)
+            out_THD.index_copy_(0, self.tokens, x.to(out_THD.dtype))
 
 
 @dataclass(kw_only=True, slots=True)
@@ -99,7 +98,7 @@ def build_plan(
     for (start, end, _), subtree_end in zip(segments, subtree_ends, strict=True):
         if start < done:
             continue  # a descendant of a subtree that became one tile
-        if end < subtree_end <= start + _TILE:
+        if end < subtree_end <= start + _TREE_TILE:
             trees.append((start, subtree_end - start))
             done = subtree_end
             continue
@@ -118,7 +117,7 @@ def _split_triangle(
 ) -> None:
     """Appends segment [start, end)'s own pairs as triangles of a good size and the rectangles between them."""
     size = end - start
-    if size <= _TILE or size > _WHOLE_TRIANGLE:
+    if size <= _TRIANGLE_TILE or size > _WHOLE_TRIANGLE:
         triangles.append((start, size))
         return
     middle = start + -(-size // 64) * 32  # halves in multiples of 32, the kernel's vector and block widths
@@ -132,9 +131,11 @@ def _bucket(tiles: list[tuple[int, int]]) -> Iterator[tuple[list[int], list[int]
     tiles = sorted(tiles, key=lambda tile: tile[1], reverse=True)
     while tiles:
         widest = tiles[0][1]
-        # Up to 16 the call costs more than the pairs; above a tile padding would cost the most.
-        smallest = 1 if widest <= 16 else widest * 3 // 4 if widest <= _TILE else widest
-        bucket = sorted(tile for tile in tiles if tile[1] >= smallest)
+        if widest > _GATHERED_TILE:
+            bucket = tiles[:1]
+        else:
+            smallest = 1 if widest <= 16 else widest * 3 // 4
+            bucket = sorted(tile for tile in tiles if tile[1] >= smallest)
         tiles = tiles[len(bucket) :]
         yield [start for start, _ in bucket], [size for _, size in bucket]
 

@@ -92,7 +92,7 @@ def pack(
         >>> mask = torch.tensor([[1, 1], [1, 0]])
         >>> [row] = pack({"tokens": tokens}, {"response": tokens[:, 2:], "padding_mask": mask}, max_tokens=100)
         >>> row.tokens_T.tolist(), row.score_index_M.tolist()
-        ([7, 8, 1, 2, 3], [1, 2, 1])
+        ([7, 8, 3, 1, 2], [1, 1, 3])
     """
     tokens, response, trained = inputs["tokens"], targets["response"], targets["padding_mask"] != 0
     prompt_columns = tokens.shape[1] - response.shape[1]
@@ -155,7 +155,7 @@ def pack_documents(
     Example:
         >>> [row] = pack_documents([[5, 6, 7], [5, 6, 9]], [[2], [2]], max_tokens=8)
         >>> row.tokens_T.tolist(), row.positions_T.tolist(), row.score_index_M.tolist()
-        ([5, 6, 7, 9], [0, 1, 2, 2], [1, 1])
+        ([5, 6, 9, 7], [0, 1, 2, 2], [1, 1])
     """
     if max_tokens < 1:
         raise ValueError(f"max_tokens must be at least 1, got {max_tokens}.")

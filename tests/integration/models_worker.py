@@ -80,8 +80,12 @@ def one_step(case: dict[str, Any]) -> None:
     group = model.data_parallel_group()
     mine = ROWS if group is None else ROWS[dist.get_rank(group) :: dist.get_world_size(group)]
     total = sum(len(row) - 1 for row in ROWS)
+    parameters = dict(model.named_parameters())
+    lengths: list[int] = []
+    model.module.register_forward_pre_hook(lambda _, inputs: lengths.append(inputs[0].shape[1]))
     with torch.no_grad():  # a pass without a backward pass leaves nothing behind
         loss_of_rows(model, mine, total=total)
+    same_parameters = all(now is parameters[name] for name, now in model.named_parameters())
     if case.get("bit_by_bit"):
         loss = backward_bit_by_bit(model, mine, total=total)
     else:
@@ -96,6 +100,9 @@ def one_step(case: dict[str, Any]) -> None:
         "weights": dict(model.hf_tensors(torch.float32)),
         "weight_dtypes": {str(p.dtype) for _, p in model.named_parameters()},
         "distributed": dist.is_initialized(),
+        "same_parameters": same_parameters,
+        "lengths": lengths,
+        "logits_later": model.logits(torch.ones(2, 32, dtype=model.dtype)).detach(),
     }
     out = Path(case["out"])
     model.save_hf(out / "hf")

@@ -60,6 +60,7 @@ def test_the_tokenizer_is_smollm2s(tokenizer: Any) -> None:
 def test_a_run_that_is_killed_leaves_nothing_that_is_used(tmp_path: Path) -> None:
     hanging = tmp_path / "fake" / "pip"
     hanging.mkdir(parents=True)
+    (hanging / "__init__.py").touch()
     (hanging / "__main__.py").write_text(
         textwrap.dedent("""
         import pathlib, sys, time

@@ -81,6 +81,22 @@ def test_several_processes_find_the_loss_gradients_and_weights_of_one(folders: d
     assert all(torch.equal(spread["weights"][name], value) for name, value in alone["weights"].items())
 
 
+@pytest.mark.parametrize("case", [name for name, case in CASES.items() if case["world"] > 1])
+def test_parameters_stay_the_optimizers_after_a_pass_without_gradient(folders: dict[str, Path], case: str) -> None:
+    assert step_of(folders, case)["same_parameters"]
+
+
+@pytest.mark.parametrize("case", ["qwen3_tied fsdp2", "qwen2 fsdp2", "qwen2 tp2"])
+def test_logits_can_be_taken_after_the_weights_were_put_back_into_shards(folders: dict[str, Path], case: str) -> None:
+    alone = step_of(folders, f"{case.split()[0]} alone")
+    assert torch.allclose(step_of(folders, case)["logits_later"], alone["logits_later"], atol=1e-4)
+
+
+def test_tensor_parallelism_pads_rows_to_a_multiple_of_its_degree(folders: dict[str, Path]) -> None:
+    assert set(step_of(folders, "qwen3_tied alone")["lengths"]) == {9, 5}
+    assert set(step_of(folders, "qwen3_tied tp2")["lengths"]) == {10, 6}
+
+
 @pytest.mark.parametrize("case", ["qwen3_tied tp2", "qwen2 fsdp2 tp2", "qwen3_tied full fsdp2"])
 def test_what_several_processes_save_is_what_was_loaded(folders: dict[str, Path], case: str) -> None:
     saved = load_file(folders[case] / "hf" / "model.safetensors")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import doctest
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -9,6 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
+import forge.attention
 from forge.attention import TreeLayout, attend
 
 
@@ -114,6 +117,7 @@ def test_pairs_of_a_prompt_of_3_and_two_responses_of_2_are_24() -> None:
 
 
 @given(layouts())
+@settings(deadline=None)
 def test_the_interval_test_is_the_definition(layout: TreeLayout) -> None:
     mask = visible_by_definition(layout)
     assert torch.equal(layout.dense_mask(), mask)
@@ -240,3 +244,7 @@ def test_shapes_that_do_not_fit_are_refused() -> None:
         attend(q, k[:, :5], v[:, :5], PROMPT_AND_TWO_RESPONSES)
     with pytest.raises(ValueError, match="5 query heads must be a multiple of the 2 key-value heads"):
         attend(q[:, :, :5], k, v, PROMPT_AND_TWO_RESPONSES)
+
+
+def test_the_examples_in_the_docstrings_are_true() -> None:
+    assert doctest.testmod(forge.attention, extraglobs={"torch": torch}).failed == 0

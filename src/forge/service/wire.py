@@ -33,7 +33,7 @@ def _rebuild_tensor(data: bytearray, dtype: str, shape: tuple[int, ...]) -> Any:
 def _reduce_tensor(tensor: Any) -> tuple[Any, tuple[Any, ...]]:
     import torch
 
-    flat = tensor.detach().to("cpu").contiguous().reshape(-1)
+    flat = tensor.detach().to("cpu").reshape(-1)
     data = pickle.PickleBuffer(flat.view(torch.uint8).numpy()) if flat.numel() else bytearray()
     return _rebuild_tensor, (data, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
 
@@ -89,7 +89,6 @@ def encode_error(rank: int, error: BaseException) -> bytes:
         if not isinstance(error, Exception):
             raise TypeError(f"{type(error).__name__} would stop the caller")
         payload = encode(error)
-        decode(payload)  # some exceptions pickle, but cannot be built again
     except Exception:
         payload = encode(RemoteError(f"{type(error).__module__}.{type(error).__qualname__}: {error}"))
     return encode((rank, False, (payload, f"{type(error).__qualname__}: {error}", text)))
@@ -103,6 +102,6 @@ def decode_reply(data: bytes) -> tuple[int, Any]:
     payload, summary, text = value
     try:
         error = decode(payload)
-    except Exception:  # its class is not importable here
+    except Exception:  # its class is not importable here, or cannot be built from what was pickled
         error = RemoteError(summary)
     raise error from RemoteTraceback(text)

@@ -119,14 +119,9 @@ class WeightStore:
             old = await self._index()
             await self._clean_up(client, old)
             manifest = Manifest(version=version)
-            try:
-                await self._put_chunks(client, manifest, named_tensors, dtype)
-            except BaseException:
-                await self._delete(client, [manifest])
-                raise
+            await self._put_chunks(client, manifest, named_tensors, dtype)
             new = [*(m for m in old if m.version != version), manifest][-self._keep :]
             await client.put_object(_INDEX, new)
-            await self._delete(client, [m for m in old if m not in new])
         return {"seconds": time.perf_counter() - started, "bytes": float(manifest.nbytes)}
 
     async def fetch(self, version: int) -> dict[str, Tensor]:
@@ -217,17 +212,11 @@ class WeightStore:
             raise ValueError(f"version {manifest.version} has no tensors: there is nothing to publish.")
 
     async def _clean_up(self, client: Client, index: list[Manifest]) -> None:
-        """Removes what a publish that was cut off has left, and all but one version's worth of unused memory."""
+        """Frees, for the coming publish, what is not in the index: a version that was dropped, or one that was never
+        completed. All but one version's worth of it goes back to the system."""
         known = {_INDEX, *(chunk.key for manifest in index for chunk in manifest.chunks)}
-        for key in await client.keys():
-            if key not in known:
-                await client.delete(key)
+        await asyncio.gather(*(client.delete(key) for key in await client.keys() if key not in known))
         await client.tidy(max((manifest.nbytes for manifest in index), default=0) + self._chunk_bytes)
-
-    @staticmethod
-    async def _delete(client: Client, manifests: list[Manifest]) -> None:
-        for chunk in (chunk for manifest in manifests for chunk in manifest.chunks):
-            await client.delete(chunk.key)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
