@@ -29,7 +29,6 @@ os.environ |= {
     "VLLM_CACHE_ROOT": f"{_CACHE}/vllm",
     "VLLM_CONFIG_ROOT": f"{_CACHE}/vllm-config",
     "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_CPU_KVCACHE_SPACE": os.environ.get("VLLM_CPU_KVCACHE_SPACE", "1"),  # GiB, for each engine
     "WANDB_MODE": "offline",
     "WANDB_SILENT": "true",
     "WANDB_DIR": _CACHE,

@@ -97,7 +97,6 @@ def test_the_summary_compares_what_was_measured_before_and_after() -> None:
     assert out.getvalue().splitlines() == [
         "held-out accuracy  0.170 -> 0.550  (+0.380)",
         "held-out reward    0.200 -> 0.600  (+0.400)",
-        "held-out samples   64",
         "checkpoint: runs/a/checkpoints/step-20",
     ]
 
