@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import math
 import sys
 import tempfile
 import time
@@ -28,6 +29,18 @@ class NothingToLearn(RuntimeError):
     """In batch after batch every group's answers got the same reward."""
 
 
+class NothingLeftToLearn(Exception):
+    """The same, because every answer is as good as the best one so far: the run ends early, and well."""
+
+
+@dataclasses.dataclass(kw_only=True, slots=True)
+class GeneratorWork:
+    """Tokens that all generators sampled, and seconds that one was busy on average."""
+
+    tokens: float
+    busy_s: float
+
+
 async def train(run: Run[GRPOConfig]) -> None:
     """One run: start or resume, evaluate, train, evaluate again."""
     from apps.grpo.parts import start_parts
@@ -38,7 +51,7 @@ async def train(run: Run[GRPOConfig]) -> None:
         await run.unless_stopped(grpo.evaluate_baseline())
         await grpo.train()
         if grpo.baseline:
-            after = await run.unless_stopped(grpo.evaluate(run.config.training.steps))
+            after = await run.unless_stopped(grpo.evaluate(grpo.steps_done))
             run.console.summary(grpo.baseline, after, notes={"run folder": str(run.folder)})
 
 
@@ -80,10 +93,11 @@ class Grpo:
         self.budget = FailureBudget(max_fraction=config.grpo.max_error_fraction)
         self.in_flight: dict[int, Sample] = {}
         self.baseline: dict[str, float] = {}
-        self.flat_in_a_row = 0
+        self.flat_rewards: list[float] = []  # of groups without a difference, since the last one with
+        self.best_reward, self.worst_reward = -math.inf, math.inf
         self.steps_done = self.generator_version = run.start_step
         self.step_ended = time.perf_counter()
-        self.work_before = (0.0, 0.0)
+        self.work_so_far = GeneratorWork(tokens=0, busy_s=0.0)
         self.syncing: asyncio.Task[None] | None = None
 
     async def train(self) -> None:
@@ -119,14 +133,22 @@ class Grpo:
             budget=self.budget,
         )
         del self.in_flight[group_id]
+        rewards = [e.reward for e in group.episodes]
+        self.best_reward = max([self.best_reward, *rewards])
+        self.worst_reward = min([self.worst_reward, *rewards])
         self.run.metrics.add("episodes/failed", self.settings.n_samples - len(group.episodes))
         if len(group.episodes) < 2:
             self.run.metrics.add("groups/failed", 1)
             await self.buffer.discard(group_id)
         elif self.config.grpo.dynamic_sampling and not group.has_signal:
-            self.count_flat([group])
             await self.buffer.discard(group_id)
+            try:
+                self.count_flat([group])
+            except (NothingToLearn, NothingLeftToLearn) as end:  # told where the trainer is between two steps
+                await self.buffer.end(end)
         else:
+            if self.config.grpo.dynamic_sampling:
+                self.flat_rewards = []
             await self.buffer.add(group)
 
     async def training(self, tasks: asyncio.TaskGroup) -> None:
@@ -145,9 +167,14 @@ class Grpo:
                     await self.run.unless_stopped(self.evaluate(done))
                 if config.checkpoint.interval and done % config.checkpoint.interval == 0 and done < last:
                     await self.save()
+        except NothingLeftToLearn as reason:
+            self.run.console.note(f"ending after step {self.steps_done} of {last}: {reason}")
         except Stopped:
             await self.save()
             raise
+        await self.sync_finished()
+        if self.generator_version < self.steps_done:  # ended between two syncs
+            await self.start_sync(self.steps_done, tasks)
         await self.save()
         await self.sync_finished()
 
@@ -158,23 +185,27 @@ class Grpo:
 
         metrics, parts = self.run.metrics, self.parts
         metrics.update({"buffer/waiting": len(self.buffer), "buffer/running": self.buffer.running})
+        stale_before = self.buffer.stale
         with metrics.timer("time/wait_rollouts"):
             groups = await self.run.unless_stopped(self.next_groups(step))
         trained = [g for g in groups if g.has_signal]
         metrics.update({"groups/trained": len(trained), **group_metrics(groups, step=step)})
+        metrics.add("groups/too_old", self.buffer.stale - stale_before)
         inputs, targets = make_batch(trained, ranks=parts.data_parallel_ranks, pad_id=0)
+        before = await self.generator_work()
         await parts.trainer.train_step.call(inputs, targets)
+        during = await self.generator_work()
         metrics.update(await parts.trainer.metrics.call())
-        generated, busy = await self.generator_work()
         now = time.perf_counter()
         seconds, self.step_ended = now - self.step_ended, now
         metrics.update(
             {
                 "time/step": seconds,
-                "time/generate": busy,
+                "time/generate": before.busy_s + during.busy_s,
+                "time/generate_while_training": during.busy_s,
                 "policy/version": self.generator_version,
                 "throughput/episodes_per_s": sum(len(g.episodes) for g in groups) / seconds,
-                "throughput/generate_tokens_per_s": generated / seconds,
+                "throughput/generate_tokens_per_s": (before.tokens + during.tokens) / seconds,
             }
         )
 
@@ -185,7 +216,7 @@ class Grpo:
             self.run.rollouts.write(step + 1, groups)
             flat = [g for g in groups if not g.has_signal]
             if len(flat) < len(groups):
-                self.flat_in_a_row = 0
+                self.flat_rewards = []
                 self.run.metrics.add("groups/zero_variance", len(flat))
                 return groups
             self.count_flat(flat)
@@ -194,21 +225,24 @@ class Grpo:
     def count_flat(self, groups: list[Group]) -> None:
         """Counts groups that will be replaced because all their episodes got the same reward.
 
-        Raises:
-            NothingToLearn: after `grpo.max_empty_batches` batches' worth of them in a row.
+        Raises, after `grpo.max_empty_batches` batches' worth of them in a row:
+            NothingLeftToLearn: they all got the best reward of the run: the task is solved.
+            NothingToLearn: they did not.
         """
         self.run.metrics.add("groups/zero_variance", len(groups))
-        self.flat_in_a_row += len(groups)
-        limit = self.config.grpo.max_empty_batches * self.config.groups_per_step
-        if self.flat_in_a_row >= limit:
-            last = groups[-1].episodes[0]
-            raise NothingToLearn(
-                f"{self.flat_in_a_row} groups in a row had the same reward in every episode, as many as "
-                f"grpo.max_empty_batches = {self.config.grpo.max_empty_batches} batches hold: there is nothing to "
-                "learn from. Choose easier or harder problems, show worked examples in dataset.examples, raise "
-                "grpo.n_samples, or use a finer-grained reward. The last one answered "
-                f"{last.response!r} where {last.target!r} was right, and got {last.reward:g}."
-            )
+        self.flat_rewards += [g.episodes[0].reward for g in groups]
+        if len(self.flat_rewards) < self.config.grpo.max_empty_batches * self.config.groups_per_step:
+            return
+        if self.worst_reward < self.best_reward <= min(self.flat_rewards):
+            raise NothingLeftToLearn(f"the last {len(self.flat_rewards)} groups all got the best reward of the run")
+        last = groups[-1].episodes[0]
+        raise NothingToLearn(
+            f"{len(self.flat_rewards)} groups in a row had the same reward in every episode, as many as "
+            f"grpo.max_empty_batches = {self.config.grpo.max_empty_batches} batches hold: there is nothing to "
+            "learn from. Choose easier or harder problems, show worked examples in dataset.examples, raise "
+            "grpo.n_samples, or use a finer-grained reward. The last one answered "
+            f"{last.response!r} where {last.target!r} was right, and got {last.reward:g}."
+        )
 
     async def start_sync(self, version: int, tasks: asyncio.TaskGroup) -> None:
         """Copies the new weights out of the trainer, and sends them to the generators while training goes on."""
@@ -230,12 +264,14 @@ class Grpo:
         if self.syncing is not None:
             await self.syncing
 
-    async def generator_work(self) -> tuple[float, float]:
-        """Tokens that the generators sampled, and seconds that they were busy (their mean), since the last call."""
+    async def generator_work(self) -> GeneratorWork:
+        """What the generators did since the last call."""
         stats = await self.parts.generator.stats.fanout()
-        total = sum(s["generated_tokens"] for s in stats), sum(s["busy_s"] for s in stats) / len(stats)
-        before, self.work_before = self.work_before, total
-        return total[0] - before[0], total[1] - before[1]
+        total = GeneratorWork(
+            tokens=sum(s["generated_tokens"] for s in stats), busy_s=sum(s["busy_s"] for s in stats) / len(stats)
+        )
+        last, self.work_so_far = self.work_so_far, total
+        return GeneratorWork(tokens=total.tokens - last.tokens, busy_s=total.busy_s - last.busy_s)
 
     async def evaluate_baseline(self) -> None:
         """The held-out measures before training; a resumed run has them from its checkpoint."""

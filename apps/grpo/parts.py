@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -61,6 +62,7 @@ def read_inputs(config: GRPOConfig, scratch: Path) -> Inputs:
     Raises:
         UserError: with what to mend.
     """
+    check_supported(config)
     check_gpus(requests(config), len(available_gpus()))
     folder = model_folder(config.model, scratch)
     architecture = check_architecture(read_config(folder))
@@ -115,8 +117,7 @@ async def start_actors(run: Run[GRPOConfig], inputs: Inputs) -> Parts:
             weights=store,
             weights_dtype=generator_dtype,
         ),
-        # vLLM starts the processes of tensor parallelism itself.
-        options(Generator, services.generator, "generator", procs=1).as_service(
+        generator_options(services.generator).as_service(
             model=model,
             dtype=generator_dtype,
             device=device(services.generator),
@@ -149,6 +150,23 @@ async def start_actors(run: Run[GRPOConfig], inputs: Inputs) -> Parts:
         reference=reference[0] if reference else None,
         data_parallel_ranks=await trainer.data_parallel_ranks.call(),
     )
+
+
+def check_supported(config: GRPOConfig) -> None:
+    """Refuses what the config can say and this version cannot do: ignoring it would mislead.
+
+    Raises:
+        UserError: naming the key.
+    """
+    wanted = {"launcher": (config.launcher, "local")}
+    for name in ("pipeline", "context", "expert"):
+        key = f"{name}_parallel_degree"
+        wanted[f"parallelism.{key}"] = (getattr(config.parallelism, key), 1)
+    if config.services.ref_model is not None:
+        wanted["services.ref_model.procs"] = (config.services.ref_model.procs, 1)
+    for key, (value, supported) in wanted.items():
+        if value != supported:
+            raise UserError(f"{key} must be {supported} in this version, got {value}.\n    Fix: --{key} {supported}")
 
 
 def describe(config: GRPOConfig, inputs: Inputs) -> list[str]:
@@ -197,10 +215,15 @@ def requests(config: GRPOConfig) -> list[Request]:
     ]
 
 
-def options(actor: Any, service: ServiceConfig, name: str, *, procs: int | None = None) -> Options:
+def generator_options(service: ServiceConfig) -> Options:
+    """One process for each replica: vLLM starts the workers of tensor parallelism itself, on GPUs that this one sees."""
+    return dataclasses.replace(options(Generator, service, "generator"), procs=1, gpus_per_proc=service.procs)
+
+
+def options(actor: Any, service: ServiceConfig, name: str) -> Options:
     """The service's entry in the config as actor options."""
     made: Options = actor.options(
-        procs=procs or service.procs,
+        procs=service.procs,
         num_replicas=service.num_replicas,
         with_gpus=service.with_gpus,
         threads=service.threads,

@@ -170,7 +170,8 @@ def launch(
     except UserError as error:
         return _wrong_input(error)
     try:
-        asyncio.run(_with_signals(run, train))
+        with run.console:
+            asyncio.run(_with_signals(run, train))
         return 0
     except UserError as error:
         return _wrong_input(error)

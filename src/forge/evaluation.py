@@ -25,7 +25,7 @@ async def evaluate(
         fails on is wrong.
     """
     started = time.perf_counter()
-    greedy = replace(settings, n_samples=1, temperature=0.0, top_p=1.0, error_reward=0.0)
+    greedy = replace(settings, n_samples=1, temperature=0.0, top_p=1.0, error_reward=0.0, overlong_buffer=0)
 
     async def answer(number: int, sample: Promptable) -> Group:
         (completion,) = await greedy.sample(generate, sample)

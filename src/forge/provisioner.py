@@ -220,7 +220,7 @@ class Provisioner:
         *,
         replica: int = 0,
         procs: int = 1,
-        with_gpus: bool = False,
+        gpus_per_proc: int = 0,
         threads: int | None = None,
         env: Mapping[str, str] | None = None,
     ) -> ProcGroup:
@@ -231,7 +231,8 @@ class Provisioner:
         """
         from forge.service.procs import ProcGroup, ProcSpec
 
-        gpus = self._take_gpus(service, procs if with_gpus else 0)
+        gpus = self._take_gpus(service, procs * gpus_per_proc)
+        of_rank = [gpus[rank * gpus_per_proc : (rank + 1) * gpus_per_proc] for rank in range(procs)]
         n_threads = str(threads or self._threads.get(service, 1))
         spec = ProcSpec(
             name=f"{service}/{replica}",
@@ -243,8 +244,8 @@ class Provisioner:
                 "PYTHONPATH": _python_path(sys.path),
                 **(env or {}),
             },
-            # One GPU each, its own, as device 0. A service on the CPU sees none.
-            rank_env=[{"CUDA_VISIBLE_DEVICES": gpus[rank] if gpus else ""} for rank in range(procs)],
+            # Its own GPUs, numbered from 0. A service on the CPU sees none.
+            rank_env=[{"CUDA_VISIBLE_DEVICES": ",".join(own)} for own in of_rank],
             log_dir=self._log_dir,
         )
         try:

@@ -46,6 +46,7 @@ class ReplayBuffer:
         self._started_at: dict[int, int] = {}  # running or finished group → version of the weights when it started
         self._finished: dict[int, Group] = {}
         self._changed = asyncio.Condition()
+        self._end: Exception | None = None
         self.discarded = 0
         self.stale = 0
 
@@ -94,6 +95,12 @@ class ReplayBuffer:
         self._started -= 1
         self.discarded += 1
 
+    async def end(self, reason: Exception) -> None:
+        """Every `take` from now on raises `reason`: the rollouts have found that there is no point in going on."""
+        async with self._changed:
+            self._end = reason
+            self._changed.notify_all()
+
     async def advance(self, version: int) -> None:
         """Says which weights the generators have now."""
         async with self._changed:
@@ -103,7 +110,9 @@ class ReplayBuffer:
     async def take(self, step: int) -> list[Group]:
         """Waits for P groups, oldest first, none older than S steps when trained in optimizer step `step`."""
         async with self._changed:
-            await self._changed.wait_for(lambda: self._ready(step) is not None)
+            await self._changed.wait_for(lambda: self._end is not None or self._ready(step) is not None)
+            if self._end is not None:
+                raise self._end
             ids = self._ready(step) or []
             # The groups stay counted as started: they make room when `advance` says that their step was published.
             for i in ids:

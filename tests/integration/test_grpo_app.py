@@ -55,10 +55,8 @@ def test_the_end_of_the_run_says_before_and_after(toy_run):
 
 
 def test_generation_goes_on_while_the_trainer_trains(toy_run):
-    """Busy seconds of trainer and generator add up to more than the time that passed: they overlapped."""
-    steps = steps_of(toy_run[0])[2:-2]
-    assert sum(m["time/train"] + m["time/generate"] + m["time/wait_rollouts"] for m in steps) > 0
-    assert any(m["time/train"] + m["time/generate"] > m["time/step"] for m in steps)
+    steps = steps_of(toy_run[0])
+    assert sum(m["time/generate_while_training"] for m in steps) > 0.1 * sum(m["time/train"] for m in steps)
 
 
 def test_staleness_stays_within_the_bound(toy_run):

@@ -154,6 +154,18 @@ def test_a_batch_that_was_taken_and_not_trained_is_replaced():
     run(scenario())
 
 
+def test_the_end_reaches_whoever_waits_for_groups():
+    async def scenario():
+        buffer = ReplayBuffer(groups_per_step=2, max_staleness=0, steps=10)
+        take = asyncio.create_task(buffer.take(step=0))
+        assert await is_waiting(take)
+        await buffer.end(RuntimeError("nothing to learn"))
+        with pytest.raises(RuntimeError, match="nothing to learn"):
+            await take
+
+    run(scenario())
+
+
 def test_staleness_stays_within_the_bound_whatever_order_groups_finish_in():
     """Property: with random finishing order and any window, every group taken is at most S steps old."""
     import random

@@ -25,6 +25,7 @@ from forge.models.build import LoadedModel, load_model
 from forge.objective import Objective, OneRank, Ranks
 from forge.packing import pack
 from forge.service import ForgeActor
+from forge.service.distributed import init_process_group
 from forge.weights import WeightStore
 
 
@@ -244,10 +245,13 @@ def _copy_into(buffer: Tensor | None, tensor: Tensor) -> Tensor:
 
 def _start_process_group(device: str) -> torch.device:
     """Joins the other ranks, if there are any, and says which device this rank computes on."""
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1 and not dist.is_initialized():
-        dist.init_process_group("nccl" if device == "cuda" else "gloo")
     if device == "cuda":
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+        # The provisioner shows each process one GPU of its own; under another launcher all are visible.
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        # gloo beside nccl, for the few numbers on the CPU that ranks agree on.
+        init_process_group("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo")
+    if device == "cuda":
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device(device)
 

@@ -42,7 +42,7 @@ class DatasetConfig:
     parameters: dict[str, Any] = field(default_factory=dict)
     """Parameters of a reasoning-gym task, such as {min_terms: 2, max_terms: 2}."""
     size: PositiveInt | None = None
-    """How many rows to use or problems to make; null is all of them, or the task's own number."""
+    """How many rows to use or problems to make; null is all of them; 10,000 of a generated task."""
     shuffle: bool = True
     """Shuffle anew in every epoch, with training.seed."""
     prompt_template: str | None = None
@@ -74,7 +74,7 @@ class TrainingConfig:
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"
     """What to compute in; master weights are float32. auto: bfloat16 if the hardware is fast in it, else float32."""
     max_tokens_per_microbatch: PositiveInt | None = None
-    """Tokens of the packed row of one forward; more is faster and takes more memory. null is seq_len."""
+    """Tokens of the packed row of one forward; more is faster and takes more memory. null is what memory holds."""
     activation_checkpointing: Literal["none", "selective", "full"] = "none"
     """Recompute activations in the backward: less memory, more time."""
     compile: bool = False

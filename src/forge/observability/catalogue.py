@@ -63,6 +63,8 @@ CATALOGUE: dict[str, MetricInfo] = {
     "time/train": MetricInfo("forward, backward and optimizer", "s", "sum"),
     "time/push_weights": MetricInfo("the trainer published the new weights", "s", "sum"),
     "time/pull_weights": MetricInfo("the generators took them over", "s", "sum"),
+    "time/generate": MetricInfo("the generators computed (their mean), at any time in the step", "s", "sum"),
+    "time/generate_while_training": MetricInfo("of that, while the trainer trained: the two overlap", "s", "sum"),
     "time/<part>": MetricInfo("another part of the step, which may overlap with the rest", "s", "sum"),
     "service/<state>": MetricInfo("replicas restarted, requests retried", "", "sum"),
     "memory/<place>": MetricInfo("largest memory use so far", "GiB", "max"),

@@ -46,6 +46,7 @@ class ForgeActor:
         procs: int = 1,
         num_replicas: int = 1,
         with_gpus: bool = False,
+        gpus_per_proc: int = 1,
         threads: int | None = None,
         env: dict[str, str] | None = None,
         name: str | None = None,
@@ -57,6 +58,7 @@ class ForgeActor:
             procs=procs,
             num_replicas=num_replicas,
             with_gpus=with_gpus,
+            gpus_per_proc=gpus_per_proc,
             threads=threads,
             env=dict(env or {}),
             name=name or cls.__name__.lower(),
@@ -84,7 +86,9 @@ class Options:
     num_replicas: int = 1
     """Independent copies; a call to a service reaches one of them."""
     with_gpus: bool = False
-    """One GPU for each process, and no GPU is visible to it otherwise."""
+    """`gpus_per_proc` GPUs for each process, and no other is visible to it."""
+    gpus_per_proc: int = 1
+    """More than one for a process that starts workers of its own, as vLLM does."""
     threads: int | None = None
     """CPU threads of one process; None leaves it to the provisioner's plan."""
     env: dict[str, str] = field(default_factory=dict)
@@ -95,7 +99,7 @@ class Options:
     """Makes the router of a service: `LeastLoaded` or `RoundRobin`."""
 
     def __post_init__(self) -> None:
-        for key in ("procs", "num_replicas"):
+        for key in ("procs", "num_replicas", "gpus_per_proc"):
             value = getattr(self, key)
             if value < 1:
                 raise ValueError(f"{self.name}: {key} must be at least 1, got {value}.")

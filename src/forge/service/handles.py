@@ -214,7 +214,7 @@ async def _new_mesh(provisioner: Any, options: Options, index: int) -> Mesh:
         options.name,
         replica=index,
         procs=options.procs,
-        with_gpus=options.with_gpus,
+        gpus_per_proc=options.gpus_per_proc if options.with_gpus else 0,
         threads=options.threads,
         env=options.env,
     )
