@@ -1,4 +1,4 @@
-"""`make bench`: every benchmark, one after the other; each prints a table. `python -m benchmarks NAME ...` picks some."""
+"""`make bench`: every benchmark, one after the other. `python -m benchmarks NAME ...` picks some."""
 
 from __future__ import annotations
 

@@ -50,9 +50,7 @@ def main() -> None:
         for loss in LOSSES:
             result = run(loss, Path(scratch))
             results.append(result)
-            table.add_row(
-                loss, str(result["steps"] or "-"), f"{result['last_reward']:.3f}", f"{result['seconds']:.0f}"
-            )
+            table.add_row(loss, str(result["steps"] or "-"), f"{result['last_reward']:.3f}", f"{result['seconds']:.0f}")
     Console().print(table)
     if arguments.json:
         arguments.json.write_text(json.dumps(results, indent=2))

@@ -91,10 +91,12 @@ class Grpo:
             first_step=run.start_step,
         )
         self.budget = FailureBudget(max_fraction=config.grpo.max_error_fraction)
+        self.failed_before = 0
         self.in_flight: dict[int, Sample] = {}
         self.baseline: dict[str, float] = {}
         self.flat_rewards: list[float] = []  # of groups without a difference, since the last one with
         self.best_reward, self.worst_reward = -math.inf, math.inf
+        self.replaced: list[Group] = []  # since the last step: judged, and not trained for want of a difference
         self.steps_done = self.generator_version = run.start_step
         self.step_ended = time.perf_counter()
         self.work_so_far = GeneratorWork(tokens=0, busy_s=0.0)
@@ -136,7 +138,6 @@ class Grpo:
         rewards = [e.reward for e in group.episodes]
         self.best_reward = max([self.best_reward, *rewards])
         self.worst_reward = min([self.worst_reward, *rewards])
-        self.run.metrics.add("episodes/failed", self.settings.n_samples - len(group.episodes))
         if len(group.episodes) < 2:
             self.run.metrics.add("groups/failed", 1)
             await self.buffer.discard(group_id)
@@ -163,20 +164,19 @@ class Grpo:
                     await self.start_sync(done, tasks)
                 self.run.log_step(done)
                 self.run.raise_if_stopped()
-                if config.eval.interval and done % config.eval.interval == 0 and done < last and self.baseline:
-                    await self.run.unless_stopped(self.evaluate(done))
                 if config.checkpoint.interval and done % config.checkpoint.interval == 0 and done < last:
                     await self.save()
+                if config.eval.interval and done % config.eval.interval == 0 and done < last and self.baseline:
+                    await self.sync_now(tasks)
+                    await self.run.unless_stopped(self.evaluate(done))
         except NothingLeftToLearn as reason:
             self.run.console.note(f"ending after step {self.steps_done} of {last}: {reason}")
         except Stopped:
-            await self.save()
+            if self.steps_done > self.run.start_step:
+                await self.save()
             raise
-        await self.sync_finished()
-        if self.generator_version < self.steps_done:  # ended between two syncs
-            await self.start_sync(self.steps_done, tasks)
         await self.save()
-        await self.sync_finished()
+        await self.sync_now(tasks)
 
     async def one_step(self, step: int) -> None:
         """Takes the groups of optimizer step `step` (from 0), trains on them, and measures both."""
@@ -189,8 +189,13 @@ class Grpo:
         with metrics.timer("time/wait_rollouts"):
             groups = await self.run.unless_stopped(self.next_groups(step))
         trained = [g for g in groups if g.has_signal]
-        metrics.update({"groups/trained": len(trained), **group_metrics(groups, step=step)})
+        replaced, self.replaced = self.replaced, []
+        self.run.rollouts.write(step + 1, [*replaced, *groups])
+        metrics.update({"groups/trained": len(trained), **group_metrics([*replaced, *groups], step=step)})
+        metrics.add("episodes/failed", self.budget.failed - self.failed_before)
+        self.failed_before = self.budget.failed
         metrics.add("groups/too_old", self.buffer.stale - stale_before)
+        metrics.update({f"prompts/{why}": count for why, count in self.parts.samples.dropped.items()})
         inputs, targets = make_batch(trained, ranks=parts.data_parallel_ranks, pad_id=0)
         before = await self.generator_work()
         await parts.trainer.train_step.call(inputs, targets)
@@ -213,7 +218,6 @@ class Grpo:
         """The groups of one step, at least one of them with something to learn from."""
         while True:
             groups = await self.buffer.take(step)
-            self.run.rollouts.write(step + 1, groups)
             flat = [g for g in groups if not g.has_signal]
             if len(flat) < len(groups):
                 self.flat_rewards = []
@@ -230,6 +234,7 @@ class Grpo:
             NothingToLearn: they did not.
         """
         self.run.metrics.add("groups/zero_variance", len(groups))
+        self.replaced += groups
         self.flat_rewards += [g.episodes[0].reward for g in groups]
         if len(self.flat_rewards) < self.config.grpo.max_empty_batches * self.config.groups_per_step:
             return
@@ -264,6 +269,13 @@ class Grpo:
         if self.syncing is not None:
             await self.syncing
 
+    async def sync_now(self, tasks: asyncio.TaskGroup) -> None:
+        """Returns when the generators have the newest weights, also between two regular syncs."""
+        await self.sync_finished()
+        if self.generator_version < self.steps_done:
+            await self.start_sync(self.steps_done, tasks)
+            await self.sync_finished()
+
     async def generator_work(self) -> GeneratorWork:
         """What the generators did since the last call."""
         stats = await self.parts.generator.stats.fanout()
@@ -274,8 +286,8 @@ class Grpo:
         return GeneratorWork(tokens=total.tokens - last.tokens, busy_s=total.busy_s - last.busy_s)
 
     async def evaluate_baseline(self) -> None:
-        """The held-out measures before training; a resumed run has them from its checkpoint."""
-        if self.parts.heldout and not self.baseline:
+        """The held-out measures before training; a resumed run has them from its checkpoint, or never took them."""
+        if self.parts.heldout and not self.steps_done:
             self.baseline = await self.evaluate(0)
         self.step_ended = time.perf_counter()
 
@@ -310,6 +322,7 @@ class Grpo:
                 for key, value in self.buffer.state_dict().items()
             },
             "baseline": self.baseline,
+            "rewards_seen": [self.worst_reward, self.best_reward] if self.best_reward > -math.inf else None,
         }
         with self.run.metrics.timer("time/checkpoint"):
             partial = self.run.checkpoints.begin(step)
@@ -335,6 +348,8 @@ class Grpo:
         ]
         self.buffer.load_state_dict({**state["buffer"], "finished": finished}, running=list(self.in_flight))
         self.baseline = state["baseline"]
+        if state["rewards_seen"] is not None:
+            self.worst_reward, self.best_reward = state["rewards_seen"]
         await self.parts.trainer.collect_weights.call()
         await self.sync(self.steps_done)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -22,12 +23,16 @@ from forge.data.datasets import Sample, SampleStream, build_datasets
 from forge.data.rewards import build_rewards
 from forge.losses import build_loss
 from forge.models.architectures import check_architecture, check_seq_len, check_tensor_parallel
-from forge.models.hf_folder import read_config, resolve_folder
+from forge.models.hf_folder import WeightFiles, read_config, resolve_folder
+from forge.models.memory import TRAINING_BYTES_PER_PARAMETER
 from forge.precision import resolve_dtype
 from forge.provisioner import Provisioner, Request, available_gpus, check_gpus
 from forge.service import ActorHandle, Options, Service
 from forge.types import UserError
 from forge.weights import WeightStore
+
+SHUTDOWN_SECONDS = 15.0
+"""For every service together; the contract gives a stopped run 60."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -74,10 +79,16 @@ def read_inputs(config: GRPOConfig, scratch: Path) -> Inputs:
         build_loss(loss_spec(config), defaults=loss_defaults(config))
     except ValueError as error:
         raise UserError(str(error)) from error
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+    except (OSError, ValueError) as error:
+        raise UserError(f"model {config.model!r} has no tokenizer that can be read: {error}") from error
+    with WeightFiles(folder) as files:  # missing or torn weights are told before the actors meet them
+        files.shapes()
     samples, heldout = build_datasets(
         config.dataset,
         config.eval,
-        AutoTokenizer.from_pretrained(folder),
+        tokenizer,
         seed=config.training.seed,
         max_prompt_tokens=config.training.seq_len - (config.grpo.max_new_tokens or 1),
     )
@@ -88,10 +99,17 @@ def read_inputs(config: GRPOConfig, scratch: Path) -> Inputs:
 async def start_parts(run: Run[GRPOConfig]) -> AsyncIterator[Parts]:
     """Reads the inputs and starts every actor; when left, ends them all."""
     run.console.phase("reading model and data")
-    inputs = read_inputs(run.config, run.folder)
+    inputs = await run.unless_stopped(asyncio.to_thread(read_inputs, run.config, run.folder))
     async with Provisioner(log_dir=run.folder / "logs") as provisioner:
         provisioner.plan(requests(run.config))
-        yield await start_actors(run, inputs)
+        parts = await start_actors(run, inputs)
+        try:
+            yield parts
+        finally:
+            services = [parts.trainer, parts.generator, parts.reward, parts.reference]
+            goodbyes = asyncio.gather(*(s.shutdown() for s in services if s is not None), return_exceptions=True)
+            with contextlib.suppress(TimeoutError):  # what does not end by itself is ended by the provisioner
+                await asyncio.wait_for(goodbyes, SHUTDOWN_SECONDS)
 
 
 async def start_actors(run: Run[GRPOConfig], inputs: Inputs) -> Parts:
@@ -177,6 +195,11 @@ def describe(config: GRPOConfig, inputs: Inputs) -> list[str]:
         f"data       {config.dataset.path}: {len(inputs.heldout)} problems held out",
         f"step       {config.groups_per_step} prompts × {config.grpo.n_samples} samples, {config.training.steps} steps",
     ]
+    processes = config.services.trainer.procs
+    gib = model.num_parameters * TRAINING_BYTES_PER_PARAMETER / processes / 2**30
+    lines.append(
+        f"memory     {gib:.1f} GiB of weights, gradients and optimizer for each of {processes} trainer processes"
+    )
     for r in requests(config):
         where = "GPU" if r.with_gpus else "CPU"
         lines.append(f"{r.service:<10} {r.num_replicas} replicas × {r.procs} processes on the {where}")
@@ -216,7 +239,7 @@ def requests(config: GRPOConfig) -> list[Request]:
 
 
 def generator_options(service: ServiceConfig) -> Options:
-    """One process for each replica: vLLM starts the workers of tensor parallelism itself, on GPUs that this one sees."""
+    """One process for each replica: vLLM starts the workers of tensor parallelism itself, on the GPUs it sees."""
     return dataclasses.replace(options(Generator, service, "generator"), procs=1, gpus_per_proc=service.procs)
 
 

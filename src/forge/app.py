@@ -50,7 +50,7 @@ class Run(Generic[C]):
         from forge.observability.environment import describe_environment, write_environment
         from forge.observability.health import HealthMonitor
         from forge.observability.metrics import Metrics
-        from forge.observability.redaction import redact
+        from forge.observability.redaction import redact, redact_text
         from forge.observability.rollout_log import RolloutLog
         from forge.observability.sinks import open_sinks
 
@@ -68,7 +68,7 @@ class Run(Generic[C]):
             dataset={"path": dataset.path, "name": dataset.name, "split": dataset.split, "size": dataset.size},
         )
         write_environment(self.folder, environment)
-        (self.folder / "config.yaml").write_text(to_yaml(config))
+        (self.folder / "config.yaml").write_text(redact_text(to_yaml(config)))
         self.metrics = Metrics()
         self._health = HealthMonitor()
         self._sinks = open_sinks(

@@ -31,12 +31,16 @@ def split_groups(groups: Sequence[Group], *, ranks: int) -> list[list[Group]]:
     return [[groups[i] for i in sorted(indices)] for indices in chosen]
 
 
-def collate(episodes: Sequence[Episode], *, pad_id: int) -> tuple[TensorDict, TensorDict]:
+def collate(
+    episodes: Sequence[Episode], *, pad_id: int, with_reference: bool | None = None
+) -> tuple[TensorDict, TensorDict]:
     """Episodes → one rank's padded dicts: prompts padded on the left to P, responses on the right to R.
 
     Args:
         episodes: B of them; B may be 0 (a rank without work), then P = R = 1.
         pad_id: any valid token id; padding is told apart by the masks alone, never by this id.
+        with_reference: whether there are `ref_logprobs`; None: if every episode has them. All ranks of a batch must
+            agree, the one without episodes too.
 
     Returns:
         inputs: `tokens` [B, P+R] int64, `attention_mask` [B, P+R] bool (True on real tokens).
@@ -54,7 +58,8 @@ def collate(episodes: Sequence[Episode], *, pad_id: int) -> tuple[TensorDict, Te
     mask = torch.zeros((rows, width_r), dtype=torch.bool)
     generator = torch.zeros((rows, width_r), dtype=torch.float32)
     reference = torch.zeros((rows, width_r), dtype=torch.float32)
-    with_reference = rows > 0 and all(e.ref_logprobs is not None for e in episodes)
+    if with_reference is None:
+        with_reference = have_reference(episodes)
     for i, e in enumerate(episodes):
         start, stop = width_p - len(e.prompt_ids), width_p + len(e.response_ids)
         tokens[i, start:stop] = torch.tensor(e.prompt_ids + e.response_ids, dtype=torch.int64)
@@ -75,9 +80,16 @@ def collate(episodes: Sequence[Episode], *, pad_id: int) -> tuple[TensorDict, Te
     return inputs, targets
 
 
+def have_reference(episodes: Sequence[Episode]) -> bool:
+    """Whether there are reference log-probabilities for all of them."""
+    return bool(episodes) and all(e.ref_logprobs is not None for e in episodes)
+
+
 def make_batch(groups: Sequence[Group], *, ranks: int, pad_id: int) -> tuple[list[TensorDict], list[TensorDict]]:
     """One optimizer step's groups → the lists that `Trainer.train_step` takes, one dict per data-parallel rank."""
+    with_reference = have_reference([e for g in groups for e in g.episodes])
     shards = [
-        collate([e for g in shard for e in g.episodes], pad_id=pad_id) for shard in split_groups(groups, ranks=ranks)
+        collate([e for g in shard for e in g.episodes], pad_id=pad_id, with_reference=with_reference)
+        for shard in split_groups(groups, ranks=ranks)
     ]
     return [inputs for inputs, _ in shards], [targets for _, targets in shards]

@@ -46,6 +46,7 @@ class Checkpoints:
     def __init__(self, folder: Path, *, keep_latest_k: int) -> None:
         self._folder = folder
         self._keep = keep_latest_k
+        self._passed_over: list[Path] = []
         self.torn: list[str] = []
         """Why a newer checkpoint was passed over by `latest`."""
 
@@ -65,21 +66,28 @@ class Checkpoints:
         (partial / MANIFEST).write_text(json.dumps(manifest, indent=1))
         for path in [*files, partial / MANIFEST, *(p for p in partial.rglob("*") if p.is_dir()), partial]:
             _flush(path)
-        shutil.rmtree(final, ignore_errors=True)
+        if final.exists():  # of a step that was saved before: it stays until the new one has its name
+            os.replace(final, self._folder / f"step-{step}.replaced")
         os.replace(partial, final)
         _flush(self._folder)
-        for old in self._all()[: -self._keep]:
-            shutil.rmtree(old)
+        whole = [path for path in self._all() if path not in self._passed_over]
+        for old in [*whole[: -self._keep], *self._passed_over, *self._folder.glob("step-*.*")]:
+            shutil.rmtree(old, ignore_errors=True)
+        self._passed_over = []
         return final
 
     def latest(self) -> Path | None:
         """The newest checkpoint whose files are intact; torn ones are named in `self.torn`."""
-        self.torn = []
+        self.torn, self._passed_over = [], []
+        for replaced in self._folder.glob("step-*.replaced"):  # killed between the two renames of `commit`
+            if not (final := replaced.with_suffix("")).exists():
+                os.replace(replaced, final)
         for path in reversed(self._all()):
             try:
                 verify(path)
             except TornCheckpoint as error:
                 self.torn.append(str(error))
+                self._passed_over.append(path)
                 continue
             return path
         return None

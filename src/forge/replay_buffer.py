@@ -61,7 +61,7 @@ class ReplayBuffer:
 
     def _may_start(self) -> bool:
         limit = min(self._version + self._max_staleness + 1, self._steps) * self._per_step
-        return self._started < limit
+        return self._started < limit and self._end is None
 
     async def admit(self) -> int:
         """Waits for a free place and returns the id of the group that may start now."""
@@ -96,9 +96,9 @@ class ReplayBuffer:
         self.discarded += 1
 
     async def end(self, reason: Exception) -> None:
-        """Every `take` from now on raises `reason`: the rollouts have found that there is no point in going on."""
+        """Nothing starts any more, and every `take` raises `reason`: the rollouts found no point in going on."""
         async with self._changed:
-            self._end = reason
+            self._end = self._end or reason  # the first reason is the one to tell
             self._changed.notify_all()
 
     async def advance(self, version: int) -> None:

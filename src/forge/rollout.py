@@ -68,7 +68,8 @@ class FailureBudget:
         self.failed += len(failures)
         if failures and not self._first:
             self._first = failures[0]
-        if self.episodes >= self._minimum and self.failed > self._max_fraction * self.episodes:
+        too_many = self.failed > self._max_fraction * self.episodes or self.failed == self.episodes
+        if self.episodes >= self._minimum and too_many:
             raise TooManyFailures(
                 f"{self.failed} of {self.episodes} episodes failed, more than grpo.max_error_fraction = "
                 f"{self._max_fraction:g} allows. The first failure:\n{self._first}"

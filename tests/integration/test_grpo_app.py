@@ -2,6 +2,7 @@
 
 import json
 import os
+import pty
 import signal
 import subprocess
 import sys
@@ -9,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+from torch import nn
 
 ROOT = Path(__file__).parents[2]
 COMMAND = [sys.executable, "-m", "apps.grpo.main", "--config", "apps/grpo/toy.yaml"]
@@ -118,14 +120,17 @@ def test_a_reference_model_is_asked_when_beta_is_set(tmp_path):
 
 def test_the_same_command_again_resumes(tmp_path):
     folder = tmp_path / "run"
-    common = ["--output_dir", str(folder), "--eval.samples", "8", "--checkpoint.interval", "2"]
-    assert grpo(*common, "--training.steps", "3").returncode == 0
-    again = grpo(*common, "--training.steps", "5")
+    common = ["--output_dir", str(folder), "--eval.samples", "8", "--checkpoint.interval", "15"]
+    assert grpo(*common, "--training.steps", "35").returncode == 0
+    again = grpo(*common, "--training.steps", "37")
     assert again.returncode == 0, again.stderr[-3000:]
-    assert "resuming after step 3" in again.stdout
-    assert [m["step"] for m in steps_of(folder)] == [1, 2, 3, 4, 5]
+    assert "resuming after step 35" in again.stdout
+    assert [m["step"] for m in steps_of(folder)] == list(range(1, 38))
+    rewards = [m["reward/mean"] for m in steps_of(folder)]
+    assert rewards[35] > 0.5 * rewards[34] > 0.2  # what was learned is still there: the start was 0.08
+    assert [m["step"] for m in lines(folder / "metrics.jsonl") if "eval/reward" in m] == [0, 20, 35, 37]
     rollouts = [r for r in lines(folder / "rollouts.jsonl") if r["kind"] == "train"]
-    assert len({r["group"] for r in rollouts}) == 5 * 8
+    assert len({r["group"] for r in rollouts}) == len({(r["group"], r["step"]) for r in rollouts}) == 37 * 8
     refused = grpo(*common, "--checkpoint.resume", "never")
     assert refused.returncode == 2
     assert "holds a run" in refused.stderr
@@ -151,6 +156,57 @@ def test_interrupted_it_writes_a_checkpoint_and_leaves_nothing_behind(tmp_path):
         os.killpg(process.pid, 0)
 
 
+class WantsValues(nn.Module):
+    """A loss that asks for what the trainer does not have."""
+
+    def forward(self, logprobs, values):
+        return logprobs.sum()
+
+
+def raises(prompt: str, response: str, target: str) -> float:
+    raise KeyError("the reward's own mistake")
+
+
+def test_a_reward_that_always_fails_ends_the_run_with_the_first_failure(tmp_path):
+    result = grpo(
+        "--output_dir", str(tmp_path / "run"), "--rewards", "[tests.integration.test_grpo_app.raises]",
+        "--eval.samples", "0",
+    )  # fmt: skip
+    assert result.returncode == 1
+    assert "grpo.max_error_fraction" in result.stderr
+    assert "the reward's own mistake" in result.stderr
+
+
+def test_a_dry_run_checks_and_starts_nothing(tmp_path):
+    result = grpo("--output_dir", str(tmp_path / "run"), "--dry_run")
+    assert (result.returncode, result.stderr) == (0, "")
+    assert "8 prompts × 8 samples" in result.stdout
+    assert not (tmp_path / "run").exists()
+    wrong = grpo("--dry_run", "--dataset.path", "/nowhere/data.jsonl")
+    assert wrong.returncode == 2
+    assert "/nowhere/data.jsonl" in wrong.stderr
+
+
+def test_on_a_terminal_the_numbers_are_drawn(tmp_path):
+    """Under a pseudo-terminal the live display shows the bar and the reward."""
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.chdir(ROOT)
+        os.environ["TERM"] = "xterm"
+        arguments = ["--output_dir", str(tmp_path / "run"), "--training.steps", "5", "--eval.samples", "0"]
+        os.execv(COMMAND[0], [*COMMAND, *arguments])
+    shown = b""
+    try:
+        while block := os.read(terminal, 65536):
+            shown += block
+    except OSError:  # the other end is closed
+        pass
+    _, status = os.waitpid(pid, 0)
+    assert os.waitstatus_to_exitcode(status) == 0
+    assert b"reward" in shown
+    assert b"step 5/5" in shown
+
+
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
@@ -160,10 +216,24 @@ def test_interrupted_it_writes_a_checkpoint_and_leaves_nothing_behind(tmp_path):
         (["--loss", "dapoo"], "dapo"),
         (["--trainer.with_gpus", "true"], "Insufficient GPU resources"),
         (["--training.seq_len", "8"], "seq_len"),
+        (["--training.seq_len", "100000"], "max_position_embeddings"),
+        (["--loss", "tests.integration.test_grpo_app.WantsValues"], "values"),
+        (["--dataset.path", "{tmp}/empty.jsonl"], "empty.jsonl"),
+        (["--dataset.path", "{tmp}/columns.jsonl"], "question"),
+        (["--dataset.path", "{tmp}/torn.jsonl"], "line 2"),
+        (["--model", "{tmp}/gpt2"], "GPT2LMHeadModel"),
+        (["--parallelism.pipeline_parallel_degree", "2", "--trainer.procs", "2"], "pipeline_parallel_degree"),
+        (["--launcher", "slurm"], "launcher"),
         (["--output_dir", "/proc/run"], "/proc/run"),
     ],
 )
 def test_wrong_input_ends_with_status_2_before_anything_starts(tmp_path, overrides, message):
+    (tmp_path / "empty.jsonl").write_text("")
+    (tmp_path / "columns.jsonl").write_text('{"a": 1, "b": 2}\n')
+    (tmp_path / "torn.jsonl").write_text('{"question": "1", "answer": "1"}\n{"question": \n')
+    (tmp_path / "gpt2").mkdir()
+    (tmp_path / "gpt2" / "config.json").write_text('{"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2"}')
+    overrides = [o.replace("{tmp}", str(tmp_path)) for o in overrides]
     started = time.monotonic()
     given = overrides if "--output_dir" in overrides else [*overrides, "--output_dir", str(tmp_path / "run")]
     result = grpo(*given)

@@ -57,8 +57,12 @@ def test_groups_are_dealt_whole_and_evenly():
     assert [[g.id for g in shard] for shard in split_groups(groups, ranks=2)] == [[0, 3], [1, 2]]
 
 
-def test_a_rank_without_groups_gets_empty_tensors():
-    inputs, targets = make_batch([Group(id=0, sample_id="", episodes=[episode([1], [2])])], ranks=2, pad_id=0)
+def test_a_rank_without_groups_gets_empty_tensors_of_the_same_names():
+    inputs, targets = make_batch(
+        [Group(id=0, sample_id="", episodes=[episode([1], [2], ref=[-1.0])])], ranks=2, pad_id=0
+    )
+    assert targets[0].keys() == targets[1].keys()  # ranks exchange them one by one
+    assert "ref_logprobs" in targets[1]
     assert [i["tokens"].shape for i in inputs] == [(1, 2), (0, 2)]
     assert targets[1]["advantages"].shape == (0, 1)
     assert targets[1]["padding_mask"].shape == (0, 1)

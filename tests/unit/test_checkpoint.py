@@ -56,6 +56,36 @@ def test_a_torn_checkpoint_is_named_and_the_one_before_it_is_used(tmp_path, dama
     assert message in torn
 
 
+def test_a_torn_checkpoint_takes_no_place_among_those_that_are_kept(tmp_path):
+    checkpoints = Checkpoints(tmp_path, keep_latest_k=1)
+    write(checkpoints, 10)
+    torn = tmp_path / "step-20"
+    torn.mkdir()
+    assert checkpoints.latest() == tmp_path / "step-10"
+    write(checkpoints, 12)
+    assert checkpoints.latest() == tmp_path / "step-12"
+    assert [p.name for p in tmp_path.iterdir()] == ["step-12"]
+
+
+def test_saving_a_step_again_keeps_the_old_one_until_the_new_one_is_there(tmp_path, monkeypatch):
+    checkpoints = Checkpoints(tmp_path, keep_latest_k=1)
+    write(checkpoints, 5, "old")
+    moves = []
+
+    def replace_once(source, target):
+        moves.append(target)
+        if len(moves) == 2:
+            raise KeyboardInterrupt  # killed between the two renames
+        source.rename(target)
+
+    monkeypatch.setattr("forge.checkpoint.os.replace", replace_once)
+    with pytest.raises(KeyboardInterrupt):
+        write(checkpoints, 5, "new")
+    monkeypatch.undo()
+    found = Checkpoints(tmp_path, keep_latest_k=1).latest()
+    assert (found / "trainer" / "a.safetensors").read_text() == "old"
+
+
 def test_the_manifest_lists_every_file(tmp_path):
     path = write(Checkpoints(tmp_path, keep_latest_k=1), 5)
     assert set(json.loads((path / "manifest.json").read_text())) == {"state.json", "trainer/a.safetensors"}

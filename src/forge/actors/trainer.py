@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from forge.actors.scoring import Scorer
 from forge.actors.trainer_state import read_state, write_state
 from forge.config import GRPOTrainingConfig, ParallelismConfig, TrainingConfig
-from forge.losses import build_loss
+from forge.losses import AVAILABLE, build_loss
 from forge.models.build import LoadedModel, load_model
 from forge.objective import Objective, OneRank, Ranks
 from forge.packing import pack
@@ -31,6 +31,10 @@ from forge.weights import WeightStore
 
 class NonFiniteStep(RuntimeError):
     """The loss or the gradients of a step are NaN or infinite; the step was not applied."""
+
+
+class OutOfMemory(RuntimeError):
+    """The batch does not fit into the GPU's memory."""
 
 
 class Trainer(ForgeActor):
@@ -79,7 +83,7 @@ class Trainer(ForgeActor):
         self._ranks = _data_parallel_ranks(self._model, self._device)
         self._score = Scorer(self._model, temperature=temperature, device=self._device)
         built = loss if isinstance(loss, nn.Module) else build_loss(loss, defaults=loss_defaults or {})
-        self._objective = Objective(built, entropy_coef=training.entropy_coef)
+        self._objective = Objective(built.to(self._device), entropy_coef=training.entropy_coef)
         self._parameters = [p for p in self._model.module.parameters() if p.requires_grad]
         self._optimizer = torch.optim.AdamW(
             self._parameters, lr=training.learning_rate, weight_decay=training.weight_decay, fused=True
@@ -104,6 +108,7 @@ class Trainer(ForgeActor):
         Raises:
             ValueError: as many dicts as data-parallel ranks are needed.
             NonFiniteStep: the loss or the gradients are NaN or infinite; the weights are as before.
+            OutOfMemory: the GPU's memory is too small, with the knobs to turn.
         """
         started = time.perf_counter()
         if len(inputs) != self._ranks.count or len(targets) != self._ranks.count:
@@ -111,18 +116,28 @@ class Trainer(ForgeActor):
                 f"train_step takes one dict for each of the {self._ranks.count} data-parallel ranks, "
                 f"got {len(inputs)} inputs and {len(targets)} targets."
             )
-        mine, batch = inputs[self._ranks.index], targets[self._ranks.index]
-        rows = pack(mine, batch, max_tokens=self._tokens_per_row(), keep_last=False)
+        try:
+            return self._step(inputs[self._ranks.index], targets[self._ranks.index], started)
+        except torch.OutOfMemoryError as error:
+            raise OutOfMemory(
+                "the trainer ran out of GPU memory. Lower training.max_tokens_per_microbatch or training.seq_len, set "
+                "training.activation_checkpointing: full, or spread the model over more processes "
+                f"(services.trainer.procs with parallelism.data_parallel_shard_degree). {error}"
+            ) from error
+
+    def _step(self, mine: dict[str, Tensor], batch: dict[str, Tensor], started: float) -> float:
+        packed = pack(mine, batch, max_tokens=self._tokens_per_row(), keep_last=False)
+        rows = [row.to(self._device) for row in packed]
         self._optimizer.zero_grad(set_to_none=True)
-        on_device = {k: v.to(self._device) for k, v in batch.items() if k != "response"}
+        on_device = {k: v.to(self._device) for k, v in batch.items() if k in AVAILABLE}
         outcome = self._objective.backward(on_device, rows, score=self._score, ranks=self._ranks)
         norm = self._clip_gradients()
         if not (math.isfinite(outcome.loss) and math.isfinite(norm)):
             self._optimizer.zero_grad(set_to_none=True)
             raise NonFiniteStep(
-                f"step {self.step}: loss {outcome.loss}, gradient norm {norm}. The step was not applied. Try a lower "
-                f"training.learning_rate (now {self._training.learning_rate:g}), a smaller training.max_norm, or look "
-                "at the batch in rollouts.jsonl."
+                f"step {self.step + 1}: loss {outcome.loss}, gradient norm {norm}. The step was not applied. Try a "
+                f"lower training.learning_rate (now {self._training.learning_rate:g}), clip gradients harder "
+                f"(training.max_norm, now {self._training.max_norm}), or check the data: rollouts.jsonl has the batch."
             )
         rate = self._training.learning_rate * learning_rate_factor(self.step, self._training)
         for group in self._optimizer.param_groups:
@@ -181,7 +196,7 @@ class Trainer(ForgeActor):
         """Continues from what `save` wrote, under any parallel layout; returns the step."""
         path = Path(folder) / "trainer"
         self.step = int(json.loads((path / "trainer.json").read_text())["step"])
-        for parameter in self._parameters:
+        for parameter in self._parameters if self.step else []:  # before the first step there are no moments
             self._optimizer.state[parameter] = {
                 "step": torch.tensor(float(self.step), device=self._device),
                 "exp_avg": torch.zeros_like(parameter),

@@ -137,7 +137,7 @@ class GRPOConfig(RunConfig):
 
     @property
     def beta(self) -> float | None:
-        """The KL weight, wherever it was written: `grpo.beta`, or `beta` among the loss's arguments; None if nowhere."""
+        """The KL weight, wherever it was written: `grpo.beta`, or `beta` of the loss; None if nowhere."""
         return self.loss.args.get("beta", self.grpo.beta)
 
     @property

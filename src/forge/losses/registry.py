@@ -134,10 +134,10 @@ def _find_class(name: str) -> type[nn.Module]:
         )
     try:
         found = getattr(importlib.import_module(module_name), attribute, None)
-    except ImportError as error:
+    except Exception as error:  # a user's module may fail in any way while it is imported
         raise ValueError(
-            f"loss {name!r} cannot be imported: {error}. Start the run in the folder that holds the file, or put that "
-            "folder on PYTHONPATH."
+            f"loss {name!r} cannot be imported: {type(error).__name__}: {error}. Start the run in the folder "
+            "that holds the file, or put that folder on PYTHONPATH."
         ) from error
     if not (inspect.isclass(found) and issubclass(found, nn.Module)):
         what = "does not exist" if found is None else "is not a class derived from torch.nn.Module"

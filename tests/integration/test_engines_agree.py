@@ -1,0 +1,78 @@
+"""Trainer and generator on the same tokens of SmolLM2: the number that metrics.jsonl reports, against transformers."""
+
+import asyncio
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from forge.actors.generator import Generator
+from forge.actors.trainer import Trainer
+from forge.advantages import advantages
+from forge.batching import make_batch
+from forge.config import GRPOTrainingConfig
+from forge.precision import resolve_dtype
+from forge.types import Episode, Group
+
+ROOT = Path(__file__).parents[2]
+# bfloat16 on a CPU without the instructions for it takes minutes.
+DTYPES = ["float32", *(["bfloat16"] if resolve_dtype("auto", with_gpus=False) == "bfloat16" else [])]
+BOUND = {"float32": 1e-4, "bfloat16": 0.05}
+
+
+@pytest.fixture(scope="module")
+def smollm2() -> str:
+    fetched = subprocess.run(
+        [sys.executable, "scripts/fetch_model.py"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    return fetched.stdout.strip().splitlines()[-1]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_logprobs_of_trainer_and_generator_agree_on_policy(smollm2, dtype, temperature):
+    prompt = AutoTokenizer.from_pretrained(smollm2)("The three largest cities of France are").input_ids
+
+    async def sample():
+        generator = Generator(model=smollm2, dtype=dtype, max_model_len=64, max_num_seqs=8, seed=1)
+        await generator.setup()
+        completions = await generator.generate(prompt, n=4, temperature=temperature, max_new_tokens=12)
+        await generator.shutdown()
+        return completions
+
+    completions = asyncio.run(sample())
+    episodes = [
+        Episode(
+            prompt="",
+            response=c.text,
+            target="",
+            prompt_ids=prompt,
+            response_ids=c.token_ids,
+            generator_logprobs=c.logprobs,
+            response_mask=[True] * len(c.token_ids),
+            advantage=a,
+        )
+        for c, a in zip(completions, advantages([0.0, 1.0, 0.0, 1.0], kind="grpo"), strict=True)
+    ]
+    training = GRPOTrainingConfig(dtype=dtype, seq_len=64, learning_rate=1e-6)
+    trainer = Trainer(model=smollm2, training=training, temperature=temperature)
+    trainer.train_step(*make_batch([Group(id=0, sample_id="", episodes=episodes)], ranks=1, pad_id=0))
+    reported = trainer.metrics()["mismatch/logprob_diff"]
+    assert 0 < reported < BOUND[dtype]
+    if dtype == "float32":
+        assert mean_difference_to_transformers(smollm2, episodes, temperature) == pytest.approx(reported, abs=2e-5)
+
+
+def mean_difference_to_transformers(model: str, episodes: list[Episode], temperature: float) -> float:
+    """What the metric should say, computed without any of our code."""
+    reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    differences = []
+    for e in episodes:
+        with torch.no_grad():
+            logits = reference(torch.tensor([e.prompt_ids + e.response_ids])).logits[0, len(e.prompt_ids) - 1 : -1]
+        logprobs = (logits / temperature).log_softmax(-1)[range(len(e.response_ids)), e.response_ids]
+        differences += (logprobs - torch.tensor(e.generator_logprobs)).abs().tolist()
+    return sum(differences) / len(differences)
