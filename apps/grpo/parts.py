@@ -16,7 +16,7 @@ from transformers import AutoTokenizer
 from forge.actors.generator import Generator
 from forge.actors.reference_model import ReferenceModel
 from forge.actors.reward import RewardActor
-from forge.actors.trainer import Trainer
+from forge.actors.trainer import Trainer, build_correction
 from forge.app import Run
 from forge.config import GRPOConfig, ServiceConfig
 from forge.data.datasets import Sample, SampleStream, build_datasets
@@ -76,7 +76,9 @@ def read_inputs(config: GRPOConfig, scratch: Path) -> Inputs:
         check_tensor_parallel(architecture, degree)
     build_rewards(config.rewards)
     try:
-        build_loss(loss_spec(config), defaults=loss_defaults(config))
+        loss = build_loss(loss_spec(config), defaults=loss_defaults(config))
+        if (correction := build_correction(config.grpo.correction)) is not None:
+            correction.check(loss)
     except ValueError as error:
         raise UserError(str(error)) from error
     try:
@@ -130,6 +132,7 @@ async def start_actors(run: Run[GRPOConfig], inputs: Inputs) -> Parts:
             parallelism=config.parallelism,
             loss=loss_spec(config),
             loss_defaults=loss_defaults(config),
+            correction=config.grpo.correction,
             temperature=config.grpo.temperature,
             device=device(services.trainer),
             weights=store,

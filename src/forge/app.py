@@ -12,7 +12,7 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
 from forge.config import RunConfig, make_output_dir, parse_args, to_yaml
@@ -151,17 +151,26 @@ class Run(Generic[C]):
 
 
 def launch(
-    app: str, config_class: type[C], train: Callable[[Run[C]], Awaitable[None]], check: Callable[[C], list[str]]
+    app: str,
+    config_class: type[C],
+    train: Callable[[Run[C]], Awaitable[None]],
+    check: Callable[[C], list[str]],
+    *,
+    defaults: Sequence[str] = (),
 ) -> int:
     """Runs an app from its command line; returns the exit status.
 
     Args:
-        app: "grpo" or "sft": names the program and its run folders.
+        app: such as "grpo": names the program (`apps.<app>.main`) and its run folders.
         config_class: what the config file is read into.
         train: the app itself.
         check: what `--dry_run` does instead: reads and checks the inputs, starts nothing, and returns lines to show.
+        defaults: arguments in front of those of the command line, such as a config file where none is given.
     """
-    asked = parse_args(config_class, prog=f"python -m apps.{app}.main")
+    given = sys.argv[1:]
+    if "--config" in given or any(a.startswith("--config=") for a in given):
+        defaults = ()
+    asked = parse_args(config_class, [*defaults, *given], prog=f"python -m apps.{app}.main")
     try:
         if asked.dry_run:
             print("\n".join([*(f"warning: {w}" for w in asked.warnings), *check(asked.config)]))

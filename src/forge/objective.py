@@ -18,7 +18,14 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from forge.losses import TokenLoss, batch_counts, loss_arguments, reduce_diagnostics, trained_mask
+from forge.losses import (
+    ImportanceCorrection,
+    TokenLoss,
+    batch_counts,
+    loss_arguments,
+    reduce_diagnostics,
+    trained_mask,
+)
 from forge.packing import PackedRow, gather, unpack
 
 Tensors = dict[str, Tensor]
@@ -87,10 +94,19 @@ class Objective:
     Args:
         loss: a `TokenLoss`, or any module whose `forward` takes some of the tensors of `forge.losses.loss_arguments`.
         entropy_coef: the mean entropy times this is subtracted from the loss.
+        correction: weighs the tokens of a loss that has no importance ratio of its own.
+
+    Raises:
+        ValueError: the correction does not go with the loss.
     """
 
-    def __init__(self, loss: nn.Module, *, entropy_coef: float = 0.0) -> None:
+    def __init__(
+        self, loss: nn.Module, *, entropy_coef: float = 0.0, correction: ImportanceCorrection | None = None
+    ) -> None:
+        if correction is not None:
+            correction.check(loss)
         self._loss = loss
+        self._correction = correction
         self._entropy_coef = entropy_coef
         self._arguments = loss_arguments(loss)
 
@@ -128,7 +144,9 @@ class Objective:
             loss=self._value(batch, logprobs, ranks) - self._entropy_coef * entropy_mean,
             entropy=entropy_mean,
             trained_tokens=int(counts[0]),
-            metrics=reduce_diagnostics(self._loss, logprobs=logprobs, dropped=dropped, ranks=ranks, **batch),
+            metrics=reduce_diagnostics(
+                self._loss, logprobs=logprobs, dropped=dropped, correction=self._correction, ranks=ranks, **batch
+            ),
         )
 
     def _row_terms(self, loss: TokenLoss, batch: Tensors, counts: Tensor) -> RowLoss:
@@ -138,10 +156,8 @@ class Objective:
         def row_loss(row: PackedRow, scored: Tensor) -> Tensor:
             logprobs = unpack(scored, row, torch.zeros_like(weights))
             sequences = torch.unique(row.score_row_N)
-            terms = loss.token_terms(
-                logprobs=logprobs[sequences], **{k: v[sequences] for k, v in self._wanted(batch).items()}
-            )
-            return (terms * weights[sequences]).sum()
+            of_row = {k: v[sequences] for k, v in batch.items()}
+            return (self._terms(loss, logprobs[sequences], of_row) * weights[sequences]).sum()
 
         return row_loss
 
@@ -161,13 +177,26 @@ class Objective:
         mine = gradient[start : start + logprobs.shape[0], : logprobs.shape[1]]
         return lambda row, scored: (scored * gather(mine, row)).sum()
 
+    def _terms(self, loss: TokenLoss, logprobs: Tensor, batch: Tensors) -> Tensor:
+        terms = loss.token_terms(logprobs=logprobs, **self._wanted(batch))
+        if self._correction is None:
+            return terms
+        return terms * self._correction.weights(
+            logprobs=logprobs,
+            generator_logprobs=batch["generator_logprobs"],
+            padding_mask=batch["padding_mask"],
+        )
+
     def _wanted(self, batch: Tensors) -> Tensors:
         return {k: v for k, v in batch.items() if k in self._arguments}
 
     @torch.no_grad()
     def _value(self, batch: Tensors, logprobs: Tensor, ranks: Ranks) -> float:
         whole, _ = gather_batch({"logprobs": logprobs, **batch}, ranks)
-        return float(self._loss(**{k: v for k, v in whole.items() if k in self._arguments}))
+        logprobs = whole.pop("logprobs")
+        if isinstance(self._loss, TokenLoss):
+            return float((self._terms(self._loss, logprobs, whole) * self._loss.weights(whole["padding_mask"])).sum())
+        return float(self._loss(logprobs=logprobs, **self._wanted(whole)))
 
 
 def gather_batch(batch: Tensors, ranks: Ranks) -> tuple[Tensors, int]:

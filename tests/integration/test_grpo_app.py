@@ -187,6 +187,17 @@ def test_a_dry_run_checks_and_starts_nothing(tmp_path):
     assert "/nowhere/data.jsonl" in wrong.stderr
 
 
+def test_the_custom_reward_and_loss_learn_their_task(tmp_path):
+    """apps/custom: what a user copies. The reward rises from chance, a tenth of all letters, to nearly 1."""
+    folder = tmp_path / "run"
+    command = [sys.executable, "-m", "apps.custom.main", "--output_dir", str(folder), "--eval.samples", "0"]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stderr[-3000:]
+    rewards = [m["reward/Vowels"] for m in steps_of(folder)]
+    assert rewards[0] < 0.2
+    assert sum(rewards[-5:]) / 5 > 0.8
+
+
 def test_on_a_terminal_the_numbers_are_drawn(tmp_path):
     """Under a pseudo-terminal the live display shows the bar and the reward."""
     pid, terminal = pty.fork()

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from forge.losses import LOSSES, build_loss
+from forge.losses import LOSSES, ImportanceCorrection, build_loss
 from forge.objective import Objective, OneRank
 from forge.packing import pack
 
@@ -158,6 +158,36 @@ def test_rows_and_ranks_do_not_change_the_gradient(name):
         assert relative_error(gradient, expected) < 1e-5, cut
         assert outcome.loss == pytest.approx(value, rel=1e-5), cut
         assert outcome.entropy == pytest.approx(entropy, rel=1e-5), cut
+
+
+@pytest.mark.parametrize("mode", ["truncate", "mask"])
+def test_the_correction_weighs_each_token_the_same_however_the_batch_is_cut(mode):
+    """SimpleGRPO's term is -A with the gradient of lp; corrected it is weighed by min(w, 2), or dropped above 2."""
+    inputs, targets = make_batch()
+    model, correction = Bigrams(), ImportanceCorrection(mode=mode, cap=2.0)
+    logp = (model.embed[inputs["tokens"][:, 2:-1]] @ model.output).log_softmax(-1)
+    logprobs = logp.gather(-1, targets["response"][..., None])[..., 0]
+    mask = targets["padding_mask"] & targets["generator_logprobs"].isfinite()
+    w = (logprobs.detach() - targets["generator_logprobs"]).exp()
+    w = w.clamp(max=2.0) if mode == "truncate" else torch.where(w > 2.0, 0.0, w)
+    w = torch.where(mask, w, 0.0)
+    terms = -w * targets["advantages"] * logprobs
+    lengths = mask.sum(1, keepdim=True)
+    (terms / lengths.clamp(min=1)).sum().div((lengths > 0).sum()).backward()
+    expected = torch.cat([model.embed.grad.flatten(), model.output.grad.flatten()])
+    batch = {k: v for k, v in targets.items() if k != "response"}
+    for max_tokens in (10_000, 80, 1):
+        ours = Bigrams()
+        rows = pack(inputs, targets, max_tokens=max_tokens)
+        loss = build_loss({"name": "simple_grpo", "args": {"beta": 0.0}})
+        Objective(loss, correction=correction).backward(batch, rows, score=ours.score, ranks=OneRank())
+        gradient = torch.cat([ours.embed.grad.flatten(), ours.output.grad.flatten()])
+        assert relative_error(gradient, expected) < 1e-5
+
+
+def test_a_correction_of_a_loss_with_a_ratio_of_its_own_is_refused():
+    with pytest.raises(ValueError, match="weigh each token twice"):
+        Objective(make_loss("grpo"), correction=ImportanceCorrection())
 
 
 def test_ranks_with_different_widths_and_a_rank_without_sequences():

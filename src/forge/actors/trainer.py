@@ -19,8 +19,8 @@ from torch import Tensor, nn
 
 from forge.actors.scoring import Scorer
 from forge.actors.trainer_state import read_state, write_state
-from forge.config import GRPOTrainingConfig, ParallelismConfig, TrainingConfig
-from forge.losses import AVAILABLE, build_loss
+from forge.config import CorrectionConfig, GRPOTrainingConfig, ParallelismConfig, TrainingConfig
+from forge.losses import AVAILABLE, ImportanceCorrection, build_loss
 from forge.models.build import LoadedModel, load_model
 from forge.objective import Objective, OneRank, Ranks
 from forge.packing import pack
@@ -46,6 +46,7 @@ class Trainer(ForgeActor):
         parallelism: how the model and the batch are spread over the ranks.
         loss: a config name, an import path, `{name, args}`, or a module.
         loss_defaults: constructor arguments that are passed where the loss names them (clip_low, clip_high, beta).
+        correction: importance correction of a loss without a ratio of its own; None is off.
         temperature: the sampling temperature; the logits are divided by it.
         device: "cpu" or "cuda".
         weights: where `push_weights` publishes; None for a trainer without generators.
@@ -64,6 +65,7 @@ class Trainer(ForgeActor):
         parallelism: ParallelismConfig | None = None,
         loss: str | dict[str, Any] | nn.Module = "grpo",
         loss_defaults: dict[str, Any] | None = None,
+        correction: CorrectionConfig | None = None,
         temperature: float = 1.0,
         device: str = "cpu",
         weights: WeightStore | None = None,
@@ -83,7 +85,9 @@ class Trainer(ForgeActor):
         self._ranks = _data_parallel_ranks(self._model, self._device)
         self._score = Scorer(self._model, temperature=temperature, device=self._device)
         built = loss if isinstance(loss, nn.Module) else build_loss(loss, defaults=loss_defaults or {})
-        self._objective = Objective(built.to(self._device), entropy_coef=training.entropy_coef)
+        self._objective = Objective(
+            built.to(self._device), entropy_coef=training.entropy_coef, correction=build_correction(correction)
+        )
         self._parameters = [p for p in self._model.module.parameters() if p.requires_grad]
         self._optimizer = torch.optim.AdamW(
             self._parameters, lr=training.learning_rate, weight_decay=training.weight_decay, fused=True
@@ -231,6 +235,13 @@ class Trainer(ForgeActor):
 
     def _tokens_per_row(self) -> int:
         return self._training.max_tokens_per_microbatch or self._model.tokens_that_fit()
+
+
+def build_correction(config: CorrectionConfig | None) -> ImportanceCorrection | None:
+    """The config's `grpo.correction`."""
+    if config is None:
+        return None
+    return ImportanceCorrection(level=config.level, mode=config.mode, cap=config.cap)
 
 
 def learning_rate_factor(step: int, training: TrainingConfig) -> float:

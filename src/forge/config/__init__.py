@@ -12,6 +12,7 @@ from forge.config.errors import EXIT_WRONG_INPUT, ConfigError, Problem, exit_on_
 from forge.config.load import Invocation, load_config, make_output_dir, parse_args, to_yaml
 from forge.config.schema import (
     AlgorithmConfig,
+    CorrectionConfig,
     GeneratorServiceConfig,
     GRPOConfig,
     GRPOServices,
@@ -39,6 +40,7 @@ __all__ = [
     "CheckpointConfig",
     "ColumnsConfig",
     "ConfigError",
+    "CorrectionConfig",
     "DatasetConfig",
     "EvalConfig",
     "ExampleConfig",

@@ -28,6 +28,16 @@ class GRPOTrainingConfig(TrainingConfig):
 
 
 @dataclass(kw_only=True, slots=True)
+class CorrectionConfig:
+    level: Literal["token", "sequence"] = "token"
+    """Weigh each token by its own ratio, or all tokens of a response by their product."""
+    mode: Literal["truncate", "mask"] = "truncate"
+    """What happens above the cap: the weight is cut to it, or the token is not trained."""
+    cap: Annotated[float, Range(least=1, why="the weight is 1 where the engines agree")] = 2.0
+    """The largest weight."""
+
+
+@dataclass(kw_only=True, slots=True)
 class AlgorithmConfig:
     n_samples: Annotated[int, Range(least=2, why="a single sample has no baseline")] = 8
     """Responses to each prompt; together they are a group."""
@@ -45,6 +55,8 @@ class AlgorithmConfig:
     """The most tokens of a response; null is what seq_len leaves after the prompt."""
     advantage: Literal["grpo", "dr_grpo", "rloo"] = "grpo"
     """The baseline: mean and standard deviation of the group, its mean, or the mean of the others."""
+    correction: CorrectionConfig | None = None
+    """Importance correction of simple_grpo, which has no ratio of its own, for stale or differing weights."""
     dynamic_sampling: bool = False
     """Replace groups whose rewards are all equal by new prompts (DAPO)."""
     max_empty_batches: PositiveInt = 10

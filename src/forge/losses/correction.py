@@ -4,8 +4,8 @@ Even under the same weights the two engines differ by rounding, and asynchronous
 w = π_trainer / π_generator, capped and detached, multiplies a loss's token terms. It is off by default; its statistics
 are part of `forge.losses.diagnostics` always.
 
-It belongs to losses without a ratio of their own (`SimpleGRPOLoss`). A loss whose ratio is already taken to the
-generator would be weighted twice by "truncate": `check` refuses that.
+It belongs to a loss without a ratio of its own (`SimpleGRPOLoss`). One whose ratio is already taken to the generator
+would be weighted twice: `check` refuses that.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class ImportanceCorrection:
             "in its forward.",
         )
         require(
-            self.mode == "mask" or isinstance(loss, SimpleGRPOLoss),
-            f"importance correction 'truncate' with {name} would weigh each token twice, as its ratio is already taken "
-            "to the generator: use simple_grpo, or the mode 'mask'.",
+            isinstance(loss, SimpleGRPOLoss),
+            f"importance correction with {name} would weigh each token twice, as its ratio is already taken to the "
+            "generator: use simple_grpo.",
         )
