@@ -88,7 +88,10 @@ def test_a_users_own_file_is_found_on_the_path(tmp_path, monkeypatch):
     ("spec", "message"),
     [
         ("dpao", r"loss 'dpao' is not known. There are simple_grpo, .*Did you mean 'dapo'\?"),
-        ("no_such_module.Loss", "cannot be imported: ModuleNotFoundError: No module named 'no_such_module'.*PYTHONPATH"),
+        (
+            "no_such_module.Loss",
+            "cannot be imported: ModuleNotFoundError: No module named 'no_such_module'.*PYTHONPATH",
+        ),
         (
             {"name": "dapo", "args": {"clip_hihg": 0.3}},
             r"loss.args.clip_hihg: dapo has no such.*Did you mean 'clip_high'",
