@@ -9,7 +9,6 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from pathlib import Path
@@ -414,24 +413,3 @@ def test_a_quiet_program_prints_nothing_of_its_own():
 def test_two_programs_at_once_do_not_clash():
     with controller("wait") as (_, first), controller("wait") as (_, second):
         assert len({*first, *second}) == 4
-
-
-def test_the_sockets_of_a_killed_run_are_removed_by_the_next(tmp_path, monkeypatch):
-    from forge.service.monarch_runtime import remove_dead_socket_folders
-
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    old = time.time() - 100
-    for name in (".tmpAbc123", ".tmpLive00", ".tmpFile00", ".tmpYoung0"):
-        (tmp_path / name).mkdir()
-    live = socket.socket(socket.AF_UNIX)
-    live.bind(str(tmp_path / ".tmpLive00" / "s"))
-    live.listen()
-    for name in (".tmpAbc123", ".tmpYoung0"):
-        with socket.socket(socket.AF_UNIX) as dead:
-            dead.bind(str(tmp_path / name / "s"))
-    (tmp_path / ".tmpFile00" / "data").write_text("precious")
-    for name in (".tmpAbc123", ".tmpLive00", ".tmpFile00"):
-        os.utime(tmp_path / name, (old, old))
-    remove_dead_socket_folders()
-    live.close()
-    assert sorted(path.name for path in tmp_path.iterdir()) == [".tmpFile00", ".tmpLive00", ".tmpYoung0"]

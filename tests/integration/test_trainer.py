@@ -151,7 +151,7 @@ def test_a_step_with_nan_is_not_applied(model):
     batch = groups()
     batch[0].episodes[0].advantage = float("nan")
     before = {name: p.detach().clone() for name, p in trainer._model.named_parameters()}
-    with pytest.raises(NonFiniteStep, match=r"step 0: loss nan.*learning_rate"):
+    with pytest.raises(NonFiniteStep, match=r"step 1: loss nan.*learning_rate"):
         trainer.train_step(*make_batch(batch, ranks=1, pad_id=0))
     assert all(torch.equal(p, before[name]) for name, p in trainer._model.named_parameters())
     assert trainer.step == 0

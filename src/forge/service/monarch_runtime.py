@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import functools
 import logging
 import os
-import socket
-import stat
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -27,7 +22,6 @@ def host_mesh() -> HostMesh:
     """This host. The first call starts the runtime; it cannot be started again once it was shut down, so it stays until
     the interpreter exits, and what is stopped before that is the processes."""
     os.environ.setdefault("MONARCH_FILE_LOG_LEVEL", "error")
-    remove_dead_socket_folders()
     import monarch.actor
 
     monarch.actor.config.prefix_python_logs_with_actor = False
@@ -66,28 +60,3 @@ def _without_the_line(start: str) -> Iterator[None]:
             for line in captured.read().splitlines(keepends=True):
                 if not line.startswith(start.encode()):
                     os.write(2, line)
-
-
-def remove_dead_socket_folders() -> None:
-    """Removes what runs that were killed left in the temporary folder: Monarch's folders of sockets nobody listens on.
-
-    A folder counts only if its name is Monarch's (`.tmp` and 6 letters or digits), it is ours, a minute old, and holds
-    nothing but sockets that refuse a connection.
-    """
-    for folder in Path(tempfile.gettempdir()).glob(".tmp??????"):
-        with contextlib.suppress(OSError):
-            status = folder.stat(follow_symlinks=False)
-            if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or time.time() - status.st_mtime < 60:
-                continue
-            entries = list(folder.iterdir())
-            if entries and all(_is_dead_socket(entry) for entry in entries):
-                for entry in entries:
-                    entry.unlink()
-                folder.rmdir()
-
-
-def _is_dead_socket(path: Path) -> bool:
-    if not stat.S_ISSOCK(path.stat(follow_symlinks=False).st_mode):
-        return False
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
-        return probe.connect_ex(str(path)) == errno.ECONNREFUSED

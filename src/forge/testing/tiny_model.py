@@ -48,6 +48,7 @@ def make_tiny_model(folder: str | Path, *, family: Family = "llama", seed: int =
     """
     import torch
     from transformers import AutoModelForCausalLM, GenerationConfig
+    from transformers.utils import logging
 
     path = Path(folder)
     path.mkdir(parents=True, exist_ok=True)
@@ -56,7 +57,11 @@ def make_tiny_model(folder: str | Path, *, family: Family = "llama", seed: int =
         model = AutoModelForCausalLM.from_config(_config(family, config), dtype=torch.float32)
         _randomize(model)
     model.generation_config = GenerationConfig(eos_token_id=[IM_END, EOS], pad_token_id=PAD)
+    bars_shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()  # for one small file
     model.save_pretrained(path)
+    if bars_shown:
+        logging.enable_progress_bar()
     make_byte_tokenizer().save_pretrained(path)
     for file in path.iterdir():
         os.chmod(file, 0o644)  # safetensors makes files that only their owner may read
