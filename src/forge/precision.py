@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-_BF16_FLAGS = {"avx512_bf16", "amx_bf16"}
+_BF16_FLAGS = {"avx512_bf16", "amx_bf16", "bf16"}  # the last is Arm's
 
 
 def resolve_dtype(dtype: str, *, with_gpus: bool) -> str:
@@ -15,7 +15,12 @@ def resolve_dtype(dtype: str, *, with_gpus: bool) -> str:
     """
     if dtype != "auto":
         return dtype
-    return "bfloat16" if with_gpus or cpu_flags() & _BF16_FLAGS else "float32"
+    return "bfloat16" if with_gpus or cpu_multiplies_bfloat16() else "float32"
+
+
+def cpu_multiplies_bfloat16() -> bool:
+    """Whether this CPU has instructions for products of bfloat16 matrices."""
+    return bool(cpu_flags() & _BF16_FLAGS)
 
 
 def cpu_flags() -> set[str]:
@@ -24,4 +29,7 @@ def cpu_flags() -> set[str]:
         text = Path("/proc/cpuinfo").read_text()
     except OSError:
         return set()
-    return next((set(line.split(":", 1)[1].split()) for line in text.splitlines() if line.startswith("flags")), set())
+    return next(
+        (set(line.split(":", 1)[1].split()) for line in text.splitlines() if line.startswith(("flags", "Features"))),
+        set(),
+    )

@@ -9,6 +9,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from forge import precision
+
 logger = logging.getLogger(__name__)
 
 GIB = 2**30
@@ -75,17 +77,12 @@ def resolve_dtype(dtype: str, *, device: str) -> str:
     >>> resolve_dtype("float32", device="cpu")
     'float32'
     """
-    if device != "cpu":
-        return "bfloat16" if dtype == "auto" else dtype
-    fast = _cpu_multiplies_bfloat16()
-    if dtype == "auto":
-        return "bfloat16" if fast else "float32"
-    if dtype == "bfloat16" and not fast:
+    if dtype == "bfloat16" and device == "cpu" and not precision.cpu_multiplies_bfloat16():
         logger.warning(
             "the generator's dtype is bfloat16, which this CPU only emulates: expect it to be 3 to 7 times slower than "
             "float32. Set services.generator.dtype: float32."
         )
-    return dtype
+    return precision.resolve_dtype(dtype, with_gpus=device != "cpu")
 
 
 def kv_cache_bytes(vllm_config: Any) -> int:
@@ -109,13 +106,6 @@ def kv_cache_bytes(vllm_config: Any) -> int:
     spare = 2 * block * per_token  # vLLM keeps one block for itself
     limit = max(_KV_FLOOR, psutil.virtual_memory().available // _KV_SHARE)
     return spare + max(one, min(one * vllm_config.scheduler_config.max_num_seqs, limit))
-
-
-def _cpu_multiplies_bfloat16() -> bool:
-    import torch
-
-    can = torch.cpu.get_capabilities()
-    return any(can.get(name, False) for name in ("avx512_bf16", "amx_bf16", "bf16"))  # "bf16": Arm
 
 
 def _log_level() -> str:

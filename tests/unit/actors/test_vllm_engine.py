@@ -16,7 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from forge.actors import vllm_setup
+from forge import precision
 from forge.actors.vllm_engine import VllmEngine, check_weights, checkpoint_shapes, staged
 from forge.actors.vllm_setup import configure_environment, kv_cache_bytes, resolve_dtype
 
@@ -69,7 +69,7 @@ def test_one_worker_gets_the_tensors_themselves_and_several_a_file_that_is_gone_
 def test_auto_is_bfloat16_only_where_the_hardware_multiplies_it(monkeypatch: pytest.MonkeyPatch) -> None:
     assert resolve_dtype("auto", device="cuda") == "bfloat16"
     for capable, expected in ((True, "bfloat16"), (False, "float32")):
-        monkeypatch.setattr(vllm_setup, "_cpu_multiplies_bfloat16", lambda can=capable: can)
+        monkeypatch.setattr(precision, "cpu_multiplies_bfloat16", lambda can=capable: can)
         assert resolve_dtype("auto", device="cpu") == expected
         assert resolve_dtype("float32", device="cpu") == "float32"
 
@@ -77,7 +77,7 @@ def test_auto_is_bfloat16_only_where_the_hardware_multiplies_it(monkeypatch: pyt
 def test_bfloat16_on_a_cpu_without_it_is_warned_about(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(vllm_setup, "_cpu_multiplies_bfloat16", lambda: False)
+    monkeypatch.setattr(precision, "cpu_multiplies_bfloat16", lambda: False)
     with caplog.at_level(logging.WARNING):
         assert resolve_dtype("bfloat16", device="cpu") == "bfloat16"
     assert "services.generator.dtype: float32" in caplog.text
