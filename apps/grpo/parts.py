@@ -3,36 +3,39 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import dataclasses
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoTokenizer
-
-from forge.actors.generator import Generator
 from forge.actors.reference_model import ReferenceModel
 from forge.actors.reward import RewardActor
 from forge.actors.trainer import Trainer, build_correction
 from forge.app import Run
-from forge.config import GRPOConfig, ServiceConfig
+from forge.config import GRPOConfig
 from forge.data.datasets import Sample, SampleStream, build_datasets
 from forge.data.rewards import build_rewards
 from forge.losses import build_loss
-from forge.models.architectures import check_architecture, check_seq_len, check_tensor_parallel
-from forge.models.hf_folder import WeightFiles, read_config, resolve_folder
-from forge.models.memory import TRAINING_BYTES_PER_PARAMETER
+from forge.parts import (
+    Services,
+    check_supported,
+    describe_model,
+    describe_services,
+    device,
+    generator_arguments,
+    generator_options,
+    options,
+    read_model,
+    refuse_unless,
+    requests,
+    say_goodbye,
+)
 from forge.precision import resolve_dtype
-from forge.provisioner import Provisioner, Request, available_gpus, check_gpus
-from forge.service import ActorHandle, Options, Service
+from forge.provisioner import Provisioner, available_gpus, check_gpus
+from forge.service import ActorHandle, Service
 from forge.types import UserError
 from forge.weights import WeightStore
-
-SHUTDOWN_SECONDS = 15.0
-"""For every service together; the contract gives a stopped run 60."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -68,12 +71,10 @@ def read_inputs(config: GRPOConfig, scratch: Path) -> Inputs:
         UserError: with what to mend.
     """
     check_supported(config)
-    check_gpus(requests(config), len(available_gpus()))
-    folder = model_folder(config.model, scratch)
-    architecture = check_architecture(read_config(folder))
-    check_seq_len(architecture, config.training.seq_len)
-    for degree in (config.parallelism.tensor_parallel_degree, config.services.generator.procs):
-        check_tensor_parallel(architecture, degree)
+    if config.services.ref_model is not None:
+        refuse_unless("services.ref_model.procs", config.services.ref_model.procs, 1)
+    check_gpus(requests(services_of(config)), len(available_gpus()))
+    folder, tokenizer = read_model(config, scratch, generator=config.services.generator)
     build_rewards(config.rewards)
     try:
         loss = build_loss(loss_spec(config), defaults=loss_defaults(config))
@@ -81,12 +82,6 @@ def read_inputs(config: GRPOConfig, scratch: Path) -> Inputs:
             correction.check(loss)
     except ValueError as error:
         raise UserError(str(error)) from error
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(folder)
-    except (OSError, ValueError) as error:
-        raise UserError(f"model {config.model!r} has no tokenizer that can be read: {error}") from error
-    with WeightFiles(folder) as files:  # missing or torn weights are told before the actors meet them
-        files.shapes()
     samples, heldout = build_datasets(
         config.dataset,
         config.eval,
@@ -103,15 +98,12 @@ async def start_parts(run: Run[GRPOConfig]) -> AsyncIterator[Parts]:
     run.console.phase("reading model and data")
     inputs = await run.unless_stopped(asyncio.to_thread(read_inputs, run.config, run.folder))
     async with Provisioner(log_dir=run.folder / "logs") as provisioner:
-        provisioner.plan(requests(run.config))
+        provisioner.plan(requests(services_of(run.config)))
         parts = await start_actors(run, inputs)
         try:
             yield parts
         finally:
-            services = [parts.trainer, parts.generator, parts.reward, parts.reference]
-            goodbyes = asyncio.gather(*(s.shutdown() for s in services if s is not None), return_exceptions=True)
-            with contextlib.suppress(TimeoutError):  # what does not end by itself is ended by the provisioner
-                await asyncio.wait_for(goodbyes, SHUTDOWN_SECONDS)
+            await say_goodbye([parts.trainer, parts.generator, parts.reward, parts.reference])
 
 
 async def start_actors(run: Run[GRPOConfig], inputs: Inputs) -> Parts:
@@ -120,11 +112,7 @@ async def start_actors(run: Run[GRPOConfig], inputs: Inputs) -> Parts:
     run.console.phase("starting the trainer, the generator and the rewards")
     store = await WeightStore.start()
     trainer_dtype = resolve_dtype(config.training.dtype, with_gpus=services.trainer.with_gpus)
-    generator_dtype = (
-        trainer_dtype
-        if services.generator.dtype == "auto"
-        else resolve_dtype(services.generator.dtype, with_gpus=services.generator.with_gpus)
-    )
+    arguments = generator_arguments(config, services.generator, services.trainer)
     starting: list[Any] = [
         options(Trainer, services.trainer, "trainer").as_actor(
             model=model,
@@ -136,19 +124,9 @@ async def start_actors(run: Run[GRPOConfig], inputs: Inputs) -> Parts:
             temperature=config.grpo.temperature,
             device=device(services.trainer),
             weights=store,
-            weights_dtype=generator_dtype,
+            weights_dtype=arguments["dtype"],
         ),
-        generator_options(services.generator).as_service(
-            model=model,
-            dtype=generator_dtype,
-            device=device(services.generator),
-            tensor_parallel=services.generator.procs,
-            max_model_len=config.training.seq_len,
-            max_num_seqs=services.generator.max_num_seqs,
-            seed=config.training.seed,
-            gpu_memory_utilization=services.generator.gpu_memory_utilization,
-            weights=store,
-        ),
+        generator_options(services.generator).as_service(model=model, weights=store, **arguments),
         options(RewardActor, services.reward, "reward").as_service(rewards=config.rewards),
     ]
     if config.reference is not None:
@@ -173,93 +151,27 @@ async def start_actors(run: Run[GRPOConfig], inputs: Inputs) -> Parts:
     )
 
 
-def check_supported(config: GRPOConfig) -> None:
-    """Refuses what the config can say and this version cannot do: ignoring it would mislead.
-
-    Raises:
-        UserError: naming the key.
-    """
-    wanted = {"launcher": (config.launcher, "local")}
-    for name in ("pipeline", "context", "expert"):
-        key = f"{name}_parallel_degree"
-        wanted[f"parallelism.{key}"] = (getattr(config.parallelism, key), 1)
-    if config.services.ref_model is not None:
-        wanted["services.ref_model.procs"] = (config.services.ref_model.procs, 1)
-    for key, (value, supported) in wanted.items():
-        if value != supported:
-            raise UserError(f"{key} must be {supported} in this version, got {value}.\n    Fix: --{key} {supported}")
-
-
 def describe(config: GRPOConfig, inputs: Inputs) -> list[str]:
     """What a run would start, for `--dry_run`."""
-    model = check_architecture(read_config(inputs.model))
-    lines = [
-        f"model      {config.model}: {model.name}, {model.num_parameters / 1e6:.1f} M parameters",
+    model, memory = describe_model(config, inputs.model, config.services.trainer)
+    return [
+        model,
         f"data       {config.dataset.path}: {len(inputs.heldout)} problems held out",
         f"step       {config.groups_per_step} prompts × {config.grpo.n_samples} samples, {config.training.steps} steps",
+        memory,
+        *describe_services(services_of(config)),
     ]
-    processes = config.services.trainer.procs
-    gib = model.num_parameters * TRAINING_BYTES_PER_PARAMETER / processes / 2**30
-    lines.append(
-        f"memory     {gib:.1f} GiB of weights, gradients and optimizer for each of {processes} trainer processes"
-    )
-    for r in requests(config):
-        where = "GPU" if r.with_gpus else "CPU"
-        lines.append(f"{r.service:<10} {r.num_replicas} replicas × {r.procs} processes on the {where}")
-    return lines
 
 
-def model_folder(model: str, run_folder: Path) -> Path:
-    """The model's local folder; `toy` makes a tiny random model in the run folder."""
-    if model != "toy":
-        return resolve_folder(model)
-    from forge.testing.tiny_model import make_tiny_model
-
-    folder = run_folder / "toy_model"
-    return folder if (folder / "model.safetensors").exists() else make_tiny_model(folder)
-
-
-def requests(config: GRPOConfig) -> list[Request]:
-    """What each service asks of the machine."""
-    services = {
-        "trainer": config.services.trainer,
-        "generator": config.services.generator,
+def services_of(config: GRPOConfig) -> Services:
+    """The services that the config starts, by name."""
+    services = config.services
+    return {
+        "trainer": services.trainer,
+        "generator": services.generator,
         "ref_model": config.reference,
-        "reward": config.services.reward,
+        "reward": services.reward,
     }
-    return [
-        Request(
-            service=name,
-            procs=s.procs,
-            num_replicas=s.num_replicas,
-            with_gpus=s.with_gpus,
-            threads=s.threads,
-            heavy=name != "reward",
-        )
-        for name, s in services.items()
-        if s is not None
-    ]
-
-
-def generator_options(service: ServiceConfig) -> Options:
-    """One process for each replica: vLLM starts the workers of tensor parallelism itself, on the GPUs it sees."""
-    return dataclasses.replace(options(Generator, service, "generator"), procs=1, gpus_per_proc=service.procs)
-
-
-def options(actor: Any, service: ServiceConfig, name: str) -> Options:
-    """The service's entry in the config as actor options."""
-    made: Options = actor.options(
-        procs=service.procs,
-        num_replicas=service.num_replicas,
-        with_gpus=service.with_gpus,
-        threads=service.threads,
-        name=name,
-    )
-    return made
-
-
-def device(service: ServiceConfig) -> str:
-    return "cuda" if service.with_gpus else "cpu"
 
 
 def loss_spec(config: GRPOConfig) -> dict[str, Any]:

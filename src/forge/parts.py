@@ -1,0 +1,160 @@
+"""What the parts of every app have in common: reading the model, and turning `services` into actors' places."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from forge.actors.generator import Generator
+from forge.config import GeneratorServiceConfig, RunConfig, ServiceConfig
+from forge.models.architectures import check_architecture, check_seq_len, check_tensor_parallel
+from forge.models.hf_folder import WeightFiles, read_config, resolve_folder
+from forge.models.memory import TRAINING_BYTES_PER_PARAMETER
+from forge.precision import resolve_dtype
+from forge.provisioner import Request
+from forge.service import ActorHandle, Options, Service
+from forge.types import UserError
+
+SHUTDOWN_SECONDS = 15.0
+"""For every service together; the contract gives a stopped run 60."""
+
+Services = Mapping[str, ServiceConfig | None]
+"""Each service's config by its name, or None for one that is not started."""
+
+
+def read_model(config: RunConfig, scratch: Path, *, generator: ServiceConfig | None) -> tuple[Path, Any]:
+    """The model's local folder and its tokenizer, once everything in it was found to fit the config.
+
+    Args:
+        scratch: where the tiny model of `model: toy` is made.
+        generator: the service whose processes the model is split over; None if there is none.
+
+    Raises:
+        UserError: with what to mend.
+    """
+    from transformers import AutoTokenizer  # here, because importing it adds a log handler
+
+    folder = model_folder(config.model, scratch)
+    architecture = check_architecture(read_config(folder))
+    check_seq_len(architecture, config.training.seq_len)
+    for degree in (config.parallelism.tensor_parallel_degree, generator.procs if generator else 1):
+        check_tensor_parallel(architecture, degree)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+    except (OSError, ValueError) as error:
+        raise UserError(f"model {config.model!r} has no tokenizer that can be read: {error}") from error
+    with WeightFiles(folder) as files:  # missing or torn weights are told before the actors meet them
+        files.shapes()
+    return folder, tokenizer
+
+
+def model_folder(model: str, run_folder: Path) -> Path:
+    """The model's local folder; `toy` makes a tiny random model in the run folder."""
+    if model != "toy":
+        return resolve_folder(model)
+    from forge.testing.tiny_model import make_tiny_model
+
+    folder = run_folder / "toy_model"
+    return folder if (folder / "model.safetensors").exists() else make_tiny_model(folder)
+
+
+def check_supported(config: RunConfig) -> None:
+    """Refuses what the config can say and this version cannot do: ignoring it would mislead.
+
+    Raises:
+        UserError: naming the key.
+    """
+    refuse_unless("launcher", config.launcher, "local")
+    for name in ("pipeline", "context", "expert"):
+        key = f"{name}_parallel_degree"
+        refuse_unless(f"parallelism.{key}", getattr(config.parallelism, key), 1)
+
+
+def refuse_unless(key: str, value: Any, supported: Any) -> None:
+    """
+    Raises:
+        UserError: the key has another value than the one that this version supports.
+    """
+    if value != supported:
+        raise UserError(f"{key} must be {supported} in this version, got {value}.\n    Fix: --{key} {supported}")
+
+
+def describe_model(config: RunConfig, folder: Path, trainer: ServiceConfig) -> list[str]:
+    """The model, and the memory that training it takes, for `--dry_run`."""
+    model = check_architecture(read_config(folder))
+    gib = model.num_parameters * TRAINING_BYTES_PER_PARAMETER / trainer.procs / 2**30
+    return [
+        f"model      {config.model}: {model.name}, {model.num_parameters / 1e6:.1f} M parameters",
+        f"memory     {gib:.1f} GiB of weights, gradients and optimizer for each of {trainer.procs} trainer processes",
+    ]
+
+
+def describe_services(services: Services) -> list[str]:
+    """Where each service would run, for `--dry_run`."""
+    return [
+        f"{r.service:<10} {r.num_replicas} replicas × {r.procs} processes on the {'GPU' if r.with_gpus else 'CPU'}"
+        for r in requests(services)
+    ]
+
+
+def requests(services: Services) -> list[Request]:
+    """What each service asks of the machine."""
+    return [
+        Request(
+            service=name,
+            procs=s.procs,
+            num_replicas=s.num_replicas,
+            with_gpus=s.with_gpus,
+            threads=s.threads,
+            heavy=name != "reward",
+        )
+        for name, s in services.items()
+        if s is not None
+    ]
+
+
+def options(actor: Any, service: ServiceConfig, name: str) -> Options:
+    """The service's entry in the config as actor options."""
+    made: Options = actor.options(
+        procs=service.procs,
+        num_replicas=service.num_replicas,
+        with_gpus=service.with_gpus,
+        threads=service.threads,
+        name=name,
+    )
+    return made
+
+
+def generator_options(service: ServiceConfig) -> Options:
+    """One process for each replica: vLLM starts the workers of tensor parallelism itself, on the GPUs it sees."""
+    return dataclasses.replace(options(Generator, service, "generator"), procs=1, gpus_per_proc=service.procs)
+
+
+def generator_arguments(config: RunConfig, service: GeneratorServiceConfig, trainer: ServiceConfig) -> dict[str, Any]:
+    """What a `Generator` is built with, but for its model and where its weights come from."""
+    dtype = config.training.dtype if service.dtype == "auto" else service.dtype
+    return {
+        "dtype": resolve_dtype(dtype, with_gpus=(trainer if service.dtype == "auto" else service).with_gpus),
+        "device": device(service),
+        "tensor_parallel": service.procs,
+        "max_model_len": config.training.seq_len,
+        "max_num_seqs": service.max_num_seqs,
+        "seed": config.training.seed,
+        "gpu_memory_utilization": service.gpu_memory_utilization,
+    }
+
+
+def device(service: ServiceConfig) -> str:
+    """Where a service computes: "cuda" or "cpu"."""
+    return "cuda" if service.with_gpus else "cpu"
+
+
+async def say_goodbye(services: Iterable[ActorHandle | Service | None]) -> None:
+    """Asks every service to end; what does not in time is ended by the provisioner."""
+    goodbyes = asyncio.gather(*(s.shutdown() for s in services if s is not None), return_exceptions=True)
+    with contextlib.suppress(TimeoutError):
+        await asyncio.wait_for(goodbyes, SHUTDOWN_SECONDS)
