@@ -16,6 +16,7 @@ from forge.app import Run
 from forge.config import GRPOConfig
 from forge.data.datasets import Sample, SampleStream, build_datasets
 from forge.data.rewards import build_rewards
+from forge.data.sources import Row
 from forge.losses import build_loss
 from forge.parts import (
     Services,
@@ -42,7 +43,7 @@ from forge.weights import WeightStore
 class Parts:
     """Everything that the loops use."""
 
-    samples: SampleStream
+    samples: SampleStream[Row, Sample]
     """Problems to train on, without end."""
     heldout: list[Sample]
     trainer: ActorHandle
@@ -57,7 +58,7 @@ class Inputs:
     """What a run reads before anything starts."""
 
     model: Path
-    samples: SampleStream
+    samples: SampleStream[Row, Sample]
     heldout: list[Sample]
 
 

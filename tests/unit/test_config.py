@@ -420,6 +420,6 @@ def test_run_folder_of_the_same_second_is_numbered(tmp_path, monkeypatch):
 
 
 def test_another_app_shares_the_sections_without_those_of_grpo(write):
-    assert load_config(RunConfig, write("training: {steps: 3}")).training.steps == 3
+    assert load_config(RunConfig, write("training: {steps: 3}\ndataset: {path: rows.jsonl}")).training.steps == 3
     with pytest.raises(ConfigError, match="grpo is not a key"):
         load_config(RunConfig, write("grpo: {}"))

@@ -31,8 +31,10 @@ from forge.config.sections import (
     ParallelismConfig,
     RunConfig,
     ServiceConfig,
+    SourceConfig,
     TrainingConfig,
 )
+from forge.config.sft_data import SFTColumnsConfig, SFTDatasetConfig, SFTEvalConfig, SFTSourceConfig
 
 __all__ = [
     "EXIT_WRONG_INPUT",
@@ -56,7 +58,12 @@ __all__ = [
     "RewardConfig",
     "RewardServiceConfig",
     "RunConfig",
+    "SFTColumnsConfig",
+    "SFTDatasetConfig",
+    "SFTEvalConfig",
+    "SFTSourceConfig",
     "ServiceConfig",
+    "SourceConfig",
     "TrainingConfig",
     "exit_on_user_error",
     "load_config",

@@ -27,15 +27,6 @@ def shared_problems(cfg: RunConfig) -> Iterator[Problem]:
     """What is wrong in the sections that every app has."""
     if not cfg.model.strip():
         yield Problem(key="model", value=cfg.model, rule="must not be empty", fix="--model FOLDER_OR_HUB_ID")
-    template = cfg.dataset.prompt_template
-    if template is not None and "{prompt}" not in template:
-        yield Problem(
-            key="dataset.prompt_template",
-            value=template,
-            rule="must contain {prompt}",
-            why="the question would be left out",
-            fix="write {prompt} where the question belongs",
-        )
     yield from _training(cfg)
     if cfg.launcher == "hosts" and not cfg.hosts:
         yield Problem(
@@ -167,6 +158,15 @@ def _ranks(cfg: RunConfig, *, shard: int, involves: tuple[str, ...]) -> Iterator
 
 def grpo_problems(cfg: GRPOConfig) -> Iterator[Problem]:
     """What is wrong in the keys of GRPO."""
+    template = cfg.dataset.prompt_template
+    if template is not None and "{prompt}" not in template:
+        yield Problem(
+            key="dataset.prompt_template",
+            value=template,
+            rule="must contain {prompt}",
+            why="the question would be left out",
+            fix="write {prompt} where the question belongs",
+        )
     yield from _services(cfg)
     yield from processes_problems(cfg, cfg.services.trainer)
     yield from _lengths(cfg)

@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from forge.config import rules
 from forge.config.errors import ConfigError
 from forge.config.fields import Count, Fraction, NonNegativeFloat, PositiveFloat, PositiveInt, Range, Reader
-from forge.config.sections import RunConfig, ServiceConfig, TrainingConfig
+from forge.config.sections import DatasetConfig, RunConfig, ServiceConfig, TrainingConfig
 
 
 @dataclass(kw_only=True, slots=True)
@@ -132,6 +132,7 @@ class GRPOConfig(RunConfig):
         4
     """
 
+    dataset: DatasetConfig = field(default_factory=DatasetConfig)
     training: GRPOTrainingConfig = field(default_factory=GRPOTrainingConfig)
     grpo: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     loss: LossConfig = field(default_factory=LossConfig)

@@ -25,8 +25,10 @@ class ExampleConfig:
 
 
 @dataclass(kw_only=True, slots=True)
-class DatasetConfig:
-    path: str = field(default="openai/gsm8k", metadata={"path": True})
+class SourceConfig:
+    """Which rows: what the data sets of every app have in common."""
+
+    path: str = field(metadata={"path": True})
     """A hub id, a local file (json, jsonl, parquet) or folder, `reasoning_gym`, or `toy`."""
     name: str | None = None
     """The subset of a hub data set (null: the only one, or `main`), or the reasoning-gym task, such as chain_sum."""
@@ -34,15 +36,21 @@ class DatasetConfig:
     """The split to train on."""
     streaming: bool = False
     """Read rows as they are needed instead of downloading everything first."""
-    columns: ColumnsConfig = field(default_factory=ColumnsConfig)
     system_prompt: str | None = None
     """The system message before every prompt."""
-    examples: list[ExampleConfig] = field(default_factory=list)
-    """Worked examples, shown as earlier turns of the conversation."""
     parameters: dict[str, Any] = field(default_factory=dict)
     """Parameters of a reasoning-gym task, such as {min_terms: 2, max_terms: 2}."""
     size: PositiveInt | None = None
     """How many rows to use or problems to make; null is all of them; 10,000 of a generated task."""
+
+
+@dataclass(kw_only=True, slots=True)
+class DatasetConfig(SourceConfig):
+    path: str = field(default="openai/gsm8k", metadata={"path": True})
+    """A hub id, a local file (json, jsonl, parquet) or folder, `reasoning_gym`, or `toy`."""
+    columns: ColumnsConfig = field(default_factory=ColumnsConfig)
+    examples: list[ExampleConfig] = field(default_factory=list)
+    """Worked examples, shown as earlier turns of the conversation."""
     shuffle: bool = True
     """Shuffle anew in every epoch, with training.seed."""
     prompt_template: str | None = None
@@ -153,7 +161,7 @@ class RunConfig:
 
     model: str = field(metadata={"path": True})
     """A hub id, an hf:// id or a local folder; `toy` makes a tiny model on the spot."""
-    dataset: DatasetConfig = field(default_factory=DatasetConfig)
+    dataset: SourceConfig
     training: TrainingConfig = field(default_factory=TrainingConfig)
     parallelism: ParallelismConfig = field(default_factory=ParallelismConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)

@@ -58,7 +58,7 @@ class ChatFormat:
         """
         messages = self.messages(question)
         if self._chat_template is None:
-            text = _plain_text(messages)
+            text = plain_text(messages)
             return text, self._encode(text, add_special_tokens=True)
         try:
             text = self._tokenizer.apply_chat_template(
@@ -89,9 +89,10 @@ class ChatFormat:
         return ids[1:] if start is not None and ids[:2] == [start, start] else ids
 
 
-def _plain_text(messages: Sequence[Message]) -> str:
-    """
-    >>> _plain_text([{"role": "user", "content": "1 + 1 ="}, {"role": "assistant", "content": "2"},
+def plain_text(messages: Sequence[Mapping[str, Any]]) -> str:
+    """Messages for a model without a chat template.
+
+    >>> plain_text([{"role": "user", "content": "1 + 1 ="}, {"role": "assistant", "content": "2"},
     ...              {"role": "user", "content": "2 + 2 ="}])
     '1 + 1 =\\n2\\n\\n2 + 2 =\\n'
     """

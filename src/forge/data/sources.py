@@ -1,7 +1,8 @@
 """Where rows come from: a reasoning-gym task, the toy task, local files, or the Hugging Face hub.
 
-A source gives rows by number (`IndexedRows`) or, when streaming, in the order of the files (`StreamedRows`). A row is
-a question and the right answer to it; whatever else a file holds is left alone.
+A source gives rows by number (`IndexedRows`) or, when streaming, in the order of the files (`StreamedRows`). In place
+of a row that cannot be used stands the reason, in a word by which it is counted. What a row is, the caller decides: a
+`Row` here, a conversation in `forge.data.conversations`.
 """
 
 from __future__ import annotations
@@ -10,9 +11,11 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from forge.data.errors import DataError
+
+R = TypeVar("R")
 
 Question = str | list[dict[str, str]]
 """The user's question, or a conversation that ends with it."""
@@ -45,24 +48,26 @@ class Row:
 
 
 @dataclass(kw_only=True, slots=True)
-class IndexedRows:
-    """Rows by number. `get` gives None for a row without a question."""
+class IndexedRows(Generic[R]):
+    """Rows by number. `get` gives a row, or the reason why it cannot be used."""
 
     size: int
-    get: Callable[[int], Row | None]
+    get: Callable[[int], R | str]
 
 
 @dataclass(kw_only=True, slots=True)
-class StreamedRows:
-    """Rows in order. `read(start)` begins at row number `start`; None stands for a row without a question."""
+class StreamedRows(Generic[R]):
+    """Rows in order. `read(start)` begins at row number `start`; a reason stands for a row that cannot be used."""
 
-    read: Callable[[int], Iterator[Row | None]]
-
-
-Source = IndexedRows | StreamedRows
+    read: Callable[[int], Iterator[R | str]]
 
 
-def toy_rows(*, size: int | None, held_out: bool) -> IndexedRows:
+Source = IndexedRows[R] | StreamedRows[R]
+RowReader = Callable[[Sequence[str]], Callable[[Mapping[str, Any], int], R | str]]
+"""The names of a table's columns → (the values of a row, its number) → the row, or why it cannot be used."""
+
+
+def toy_rows(*, size: int | None, held_out: bool) -> IndexedRows[Row]:
     """The toy task of `forge.testing`."""
     from forge.testing.toy_task import problem
 
@@ -77,7 +82,7 @@ def toy_rows(*, size: int | None, held_out: bool) -> IndexedRows:
 
 def reasoning_gym_rows(
     name: str | None, parameters: Mapping[str, Any], *, size: int | None, seed: int, held_out: bool
-) -> IndexedRows:
+) -> IndexedRows[Row]:
     """Problems of a reasoning-gym task, each made when it is asked for.
 
     Raises:
@@ -117,29 +122,51 @@ def _generated_id(name: str, index: int, *, held_out: bool) -> str:
     return f"{name}/held-out/{index}" if held_out else f"{name}/{index}"
 
 
-def table_rows(table: Any, *, columns: Any, label: str) -> Source:
-    """Rows of a `datasets` table, streamed or not, whose columns are looked up here.
+def table_rows(table: Any, *, reader: RowReader[R], label: str) -> Source[R]:
+    """Rows of a `datasets` table, streamed or not.
 
-    columns: has `prompt` and `target`, the names of columns or None to find them.
+    Args:
+        table: a `datasets.Dataset` or `IterableDataset`.
+        reader: makes the rows.
+        label: what the rows are called in messages.
+
     Raises:
-        DataError: no such column; the message lists those that exist.
+        DataError: the table is empty; and what `reader` raises.
     """
     from datasets import Dataset
 
     if isinstance(table, Dataset):
-        prompt, target = _columns(table.column_names, columns, label)
-        return IndexedRows(size=len(table), get=lambda index: _row(table[index], index, prompt, target, label))
+        if len(table) == 0:
+            raise DataError(f"{label} is empty: it has no rows.")
+        make = reader(table.column_names)
+        return IndexedRows(size=len(table), get=lambda index: make(table[index], index))
 
     names = table.column_names or list(next(iter(_guarded(iter(table), label)), {}))
     if not names:
         raise DataError(f"{label} is empty: it has no rows.")
-    prompt, target = _columns(names, columns, label)
+    make = reader(names)
 
-    def read(start: int) -> Iterator[Row | None]:
+    def read(start: int) -> Iterator[R | str]:
         rows = _guarded(iter(table.skip(start)), label)
-        return (_row(row, index, prompt, target, label) for index, row in zip(count(start), rows, strict=False))
+        return (make(row, index) for index, row in zip(count(start), rows, strict=False))
 
     return StreamedRows(read=read)
+
+
+def problem_reader(columns: Any, label: str) -> RowReader[Row]:
+    """For `table_rows`: a row is a question and its answer.
+
+    columns: has `prompt` and `target`, the names of columns or None to find them.
+    Raises, once the names are known:
+        DataError: no such column; the message lists those that exist.
+    """
+
+    def reader(existing: Sequence[str]) -> Callable[[Mapping[str, Any], int], Row | str]:
+        prompt = find_column("prompt", columns.prompt, PROMPT_COLUMNS, existing, label)
+        target = find_column("target", columns.target, TARGET_COLUMNS, existing, label)
+        return lambda values, index: _row(values, index, prompt, target, label)
+
+    return reader
 
 
 def _guarded(rows: Iterator[dict[str, Any]], label: str) -> Iterator[dict[str, Any]]:
@@ -149,14 +176,12 @@ def _guarded(rows: Iterator[dict[str, Any]], label: str) -> Iterator[dict[str, A
         raise DataError(f"Reading {label} failed: {type(error).__name__}: {error}") from error
 
 
-def _columns(existing: Sequence[str], columns: Any, label: str) -> tuple[str, str]:
-    return (
-        _column("prompt", columns.prompt, PROMPT_COLUMNS, existing, label),
-        _column("target", columns.target, TARGET_COLUMNS, existing, label),
-    )
+def find_column(use: str, wanted: str | None, usual: Sequence[str], existing: Sequence[str], label: str) -> str:
+    """The column to take: the wanted one, or the first of the usual ones that exists.
 
-
-def _column(use: str, wanted: str | None, usual: Sequence[str], existing: Sequence[str], label: str) -> str:
+    Raises:
+        DataError: there is none; the message lists those that exist.
+    """
     if wanted is not None:
         if wanted in existing:
             return wanted
@@ -173,7 +198,7 @@ def _column(use: str, wanted: str | None, usual: Sequence[str], existing: Sequen
     return found
 
 
-def _row(values: Mapping[str, Any], index: int, prompt: str, target: str, label: str) -> Row | None:
+def _row(values: Mapping[str, Any], index: int, prompt: str, target: str, label: str) -> Row | str:
     question, answer = values.get(prompt), values.get(target)
     if isinstance(question, list):
         _check_conversation(question, prompt, f"row {index} of {label}")
@@ -181,7 +206,7 @@ def _row(values: Mapping[str, Any], index: int, prompt: str, target: str, label:
         question = str(question)
         question = question if question.strip() else None
     if not question or answer is None:
-        return None
+        return "incomplete"
     text = answer if isinstance(answer, str) else json.dumps(answer, ensure_ascii=False, default=str)
     return Row(id=f"{label}/{index}", question=question, target=text)
 

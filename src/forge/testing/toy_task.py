@@ -24,6 +24,15 @@ def problem(index: int) -> tuple[str, str]:
     return f"{_QUESTIONS[case]} {index}", case
 
 
+def solution(target: str) -> str:
+    """An answer that scores 1: the first letters of the alphabet.
+
+    >>> solution("upper")
+    'ABCD'
+    """
+    return _ALPHABETS[target][:LENGTH]
+
+
 def toy_reward(prompt: str, response: str, target: str) -> float:
     """The part of the four letters asked for that the response has; what is written beyond four counts against it.
 

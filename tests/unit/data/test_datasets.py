@@ -251,7 +251,7 @@ def test_prompts_over_the_limit_are_dropped_and_counted(build: Any, tmp_path: Pa
     train, _ = build(path=str(file), samples=0, limit=24, shuffle=False)
     assert [len(sample.prompt_ids) for sample in islice(train, 4)] == [20, 24, 20, 24]
     assert train.dropped == {"too_long": 2}
-    with pytest.raises(DataError, match=r"No row .*: 4 with a prompt that is too long\. The limit is 19 tokens"):
+    with pytest.raises(DataError, match=r"No row .*: 4 too long\. The limit is 19 tokens of a prompt"):
         build(path=str(file), samples=0, limit=19)
 
 
@@ -342,6 +342,6 @@ def test_an_epoch_with_nothing_to_use_ends_with_a_message() -> None:
 
 def test_looking_for_the_first_sample_moves_nothing() -> None:
     stream = stream_of(5, excluded={text_key("q0")}, shuffle=False)
-    stream.check_not_empty()
+    stream.check()
     assert (stream.state_dict()["position"], stream.dropped) == (0, {})
     assert next(stream).id == "n/1"
