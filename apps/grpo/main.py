@@ -196,6 +196,7 @@ class Grpo:
         self.failed_before = self.budget.failed
         metrics.add("groups/too_old", self.buffer.stale - stale_before)
         metrics.update({f"prompts/{why}": count for why, count in self.parts.samples.dropped.items()})
+        metrics.update(parts.health())
         inputs, targets = make_batch(trained, ranks=parts.data_parallel_ranks, pad_id=0)
         before = await self.generator_work()
         await parts.trainer.train_step.call(inputs, targets)
@@ -283,7 +284,8 @@ class Grpo:
             tokens=sum(s["generated_tokens"] for s in stats), busy_s=sum(s["busy_s"] for s in stats) / len(stats)
         )
         last, self.work_so_far = self.work_so_far, total
-        return GeneratorWork(tokens=total.tokens - last.tokens, busy_s=total.busy_s - last.busy_s)
+        # A replacement of a replica that died counts from 0.
+        return GeneratorWork(tokens=max(0.0, total.tokens - last.tokens), busy_s=max(0.0, total.busy_s - last.busy_s))
 
     async def evaluate_baseline(self) -> None:
         """The held-out measures before training; a resumed run has them from its checkpoint, or never took them."""

@@ -26,6 +26,7 @@ from forge.parts import (
     device,
     generator_arguments,
     generator_options,
+    health_metrics,
     options,
     read_model,
     refuse_unless,
@@ -51,6 +52,12 @@ class Parts:
     reward: Service
     reference: Service | None
     data_parallel_ranks: int
+
+    def health(self) -> dict[str, float]:
+        """How the services are, under the names of metrics.jsonl."""
+        return health_metrics(
+            {"trainer": self.trainer, "generator": self.generator, "reward": self.reward, "ref_model": self.reference}
+        )
 
 
 @dataclass(kw_only=True, slots=True)
@@ -98,7 +105,12 @@ async def start_parts(run: Run[GRPOConfig]) -> AsyncIterator[Parts]:
     """Reads the inputs and starts every actor; when left, ends them all."""
     run.console.phase("reading model and data")
     inputs = await run.unless_stopped(asyncio.to_thread(read_inputs, run.config, run.folder))
-    async with Provisioner(log_dir=run.folder / "logs") as provisioner:
+    provisioner = Provisioner(
+        log_dir=run.folder / "logs",
+        restarts=run.config.restarts,
+        on_incident=lambda incident: run.console.warn(str(incident)),
+    )
+    async with provisioner, provisioner.ends_on_failure():
         provisioner.plan(requests(services_of(run.config)))
         parts = await start_actors(run, inputs)
         try:

@@ -153,6 +153,12 @@ def device(service: ServiceConfig) -> str:
     return "cuda" if service.with_gpus else "cpu"
 
 
+def health_metrics(services: Mapping[str, ActorHandle | Service | None]) -> dict[str, float]:
+    """How the services are, by their names: "services/reward/healthy" and so on."""
+    found = {name: service.health() for name, service in services.items() if service is not None}
+    return {f"services/{name}/{what}": value for name, health in found.items() for what, value in health.items()}
+
+
 async def say_goodbye(services: Iterable[ActorHandle | Service | None]) -> None:
     """Asks every service to end; what does not in time is ended by the provisioner."""
     goodbyes = asyncio.gather(*(s.shutdown() for s in services if s is not None), return_exceptions=True)

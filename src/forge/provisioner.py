@@ -17,15 +17,18 @@ import site
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
+from forge.config import RestartsConfig
 from forge.types import UserError
 
 if TYPE_CHECKING:
     from forge.service.procs import ProcGroup
+    from forge.service.supervision import Incident
 
 logger = logging.getLogger(__name__)
 
@@ -175,12 +178,20 @@ class Provisioner:
         log_dir: each process writes what it prints into a file of its own there; None: where the parent's goes.
         cores: CPU cores to share out; None: those this process may use.
         gpus: devices to hand out, as values for CUDA_VISIBLE_DEVICES; None: those this process may use.
+        restarts: how often replicas that died are replaced, where their options do not say it themselves.
+        on_incident: told when a replica died, and when its replacement is ready; None writes it to the log.
     """
 
     _current: ClassVar[Provisioner | None] = None
 
     def __init__(
-        self, *, log_dir: Path | None = None, cores: int | None = None, gpus: Sequence[str] | None = None
+        self,
+        *,
+        log_dir: Path | None = None,
+        cores: int | None = None,
+        gpus: Sequence[str] | None = None,
+        restarts: RestartsConfig | None = None,
+        on_incident: Callable[[Incident], None] | None = None,
     ) -> None:
         self._log_dir = log_dir
         self._cores = cores or available_cores()
@@ -188,6 +199,9 @@ class Provisioner:
         self._free_gpus = list(self._gpus)
         self._threads: dict[str, int] = {}
         self._groups: dict[ProcGroup, list[str]] = {}
+        self.restarts = restarts or RestartsConfig()
+        self.on_incident: Callable[[Incident], None] = on_incident or (lambda incident: logger.warning("%s", incident))
+        self._failure: asyncio.Future[BaseException] | None = None
 
     @classmethod
     def current(cls) -> Provisioner:
@@ -256,6 +270,33 @@ class Provisioner:
         self._groups[group] = gpus
         group.on_stop(self._stopped)
         return group
+
+    def fail(self, error: BaseException) -> None:
+        """Something died that nobody can replace: `ends_on_failure` raises it. The first error counts."""
+        if not self._failed().done():
+            self._failed().set_result(error)
+
+    @asynccontextmanager
+    async def ends_on_failure(self) -> AsyncIterator[None]:
+        """Cancels the block and raises the error as soon as `fail` is called, whatever the block is waiting for."""
+
+        async def watch() -> None:
+            raise await asyncio.shield(self._failed())
+
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                watching = tasks.create_task(watch())
+                try:
+                    yield
+                finally:
+                    watching.cancel()
+        except BaseExceptionGroup as group:
+            raise group.exceptions[0] from None
+
+    def _failed(self) -> asyncio.Future[BaseException]:
+        if self._failure is None:
+            self._failure = asyncio.get_running_loop().create_future()
+        return self._failure
 
     async def shutdown(self) -> None:
         """Ends every process that is still running, all groups at once."""

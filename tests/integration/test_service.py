@@ -17,11 +17,13 @@ import cloudpickle
 import psutil
 import pytest
 
+from forge.config import RestartsConfig
 from forge.provisioner import InsufficientResources, Provisioner, Request
 from forge.service import ForgeActor, NoHealthyReplica, RemoteError, RemoteTraceback, ReplicaDied
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # a child cannot import this file by its name
 
+NEVER = RestartsConfig(max=0)
 VARIABLES = "RANK LOCAL_RANK WORLD_SIZE MASTER_ADDR MASTER_PORT OMP_NUM_THREADS MKL_NUM_THREADS CUDA_VISIBLE_DEVICES"
 
 
@@ -241,7 +243,7 @@ def test_tensors_cost_a_copy_not_seconds():
 
 def test_a_killed_process_fails_what_it_owed_at_once_and_the_others_go_on(tmp_path):
     async def scenario(_):
-        service = await Probe.options(num_replicas=2, name="generator").as_service()
+        service = await Probe.options(num_replicas=2, name="generator", restarts=NEVER).as_service()
         pids = await service.pid.fanout()
         owed = [asyncio.ensure_future(service.sleep.route(60)) for _ in range(4)]
         await asyncio.sleep(0.3)
@@ -264,7 +266,7 @@ def test_a_killed_process_fails_what_it_owed_at_once_and_the_others_go_on(tmp_pa
 
 def test_when_the_last_replica_dies_the_error_says_so_and_shutdown_still_works():
     async def scenario(_):
-        service = await Probe.as_service()
+        service = await Probe.options(restarts=NEVER).as_service()
         with pytest.raises(ReplicaDied):
             await service.die.route()
         with pytest.raises(NoHealthyReplica, match="probe has no healthy replica: replica 0 dead"):

@@ -73,7 +73,8 @@ class World:
 
     def parts(self):
         def actor(**methods):
-            return types.SimpleNamespace(**{name: Endpoint(f) for name, f in methods.items()})
+            endpoints = {name: Endpoint(f) for name, f in methods.items()}
+            return types.SimpleNamespace(health=lambda: {"healthy": 1}, **endpoints)
 
         stats = {"generated_tokens": 0, "busy_s": 0.0}
         return Parts(

@@ -14,7 +14,7 @@ from torch import Tensor
 from forge.actors.engine_loop import EngineLoop, Finished, Request
 from forge.actors.vllm_engine import EngineSettings, VllmEngine, check_weights, checkpoint_shapes, staged
 from forge.actors.vllm_setup import configure_environment, keep_freed_memory
-from forge.service import ForgeActor
+from forge.service import ForgeActor, repeated_on_restart
 from forge.types import Completion
 
 
@@ -148,6 +148,7 @@ class Generator(ForgeActor):
         self._generated_tokens += sum(len(result.token_ids) for result in finished)
         return [self._completion(result) for result in finished]
 
+    @repeated_on_restart
     async def update_weights(self, version: int, *, rollback: bool = False) -> dict[str, float]:
         """Fetches a version and swaps it in. Generation goes on while it is fetched, and pauses for the swap.
 

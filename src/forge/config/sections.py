@@ -144,6 +144,16 @@ class CheckpointConfig:
 
 
 @dataclass(kw_only=True, slots=True)
+class RestartsConfig:
+    max: Count = 5
+    """How often one service may be restarted within window_s after a process died; then the run ends. 0 is never."""
+    window_s: PositiveFloat = 600.0
+    """Restarts longer ago, in seconds, do not count any more."""
+    backoff_s: NonNegativeFloat = 1.0
+    """Seconds before the second restart within window_s; twice as many before each further one, 60 at most."""
+
+
+@dataclass(kw_only=True, slots=True)
 class MetricsConfig:
     wandb: bool | Literal["online", "offline"] = False
     """Weights & Biases; true is online, unless WANDB_MODE says otherwise."""
@@ -166,6 +176,7 @@ class RunConfig:
     parallelism: ParallelismConfig = field(default_factory=ParallelismConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    restarts: RestartsConfig = field(default_factory=RestartsConfig)
     metrics: MetricsConfig = field(default_factory=MetricsConfig)
     launcher: Literal["local", "hosts", "slurm"] = "local"
     """Where processes start: on this machine, on the machines in `hosts`, or on those of the SLURM job."""

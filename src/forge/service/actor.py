@@ -5,8 +5,9 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
+from forge.config import RestartsConfig
 from forge.service.routers import LeastLoaded, Router
 
 if TYPE_CHECKING:
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
 
 _LIFECYCLE = {"setup", "shutdown"}
 _CLASS_API = {"options", "as_actor", "as_service"}
-_HANDLE_API = {"name", "replicas", "session", "describe"}
+_HANDLE_API = {"name", "replica", "replicas", "retried", "session", "describe", "health", "restart"}
 
 
 class ForgeActor:
@@ -51,6 +52,7 @@ class ForgeActor:
         env: dict[str, str] | None = None,
         name: str | None = None,
         router: Callable[[], Router] = LeastLoaded,
+        restarts: RestartsConfig | None = None,
     ) -> Options:
         """How and where to run this actor; see `Options` for the fields."""
         return Options(
@@ -63,6 +65,7 @@ class ForgeActor:
             env=dict(env or {}),
             name=name or cls.__name__.lower(),
             router=router,
+            restarts=restarts,
         )
 
     @classmethod
@@ -97,6 +100,8 @@ class Options:
     """Names the service in messages, log files and process lists."""
     router: Callable[[], Router] = LeastLoaded
     """Makes the router of a service: `LeastLoaded` or `RoundRobin`."""
+    restarts: RestartsConfig | None = None
+    """How often replicas that died are replaced; `max=0` is never. None: as the provisioner says."""
 
     def __post_init__(self) -> None:
         for key in ("procs", "num_replicas", "gpus_per_proc"):
@@ -133,6 +138,25 @@ class Options:
         from forge.service.handles import start_service
 
         return await start_service(self, init_kwargs)
+
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+_REPEATED = "__forge_repeated__"
+
+
+def repeated_on_restart(method: F) -> F:
+    """Marks a method that sets a state which all replicas of a service share, such as the version of their weights.
+
+    A replica that takes the place of one that died gets the last call that was fanned out, before any other request.
+    """
+    setattr(method, _REPEATED, True)
+    return method
+
+
+def is_repeated(actor: type[ForgeActor], method: str) -> bool:
+    """Whether `repeated_on_restart` marks the method."""
+    return getattr(getattr(actor, method), _REPEATED, False)
 
 
 def endpoints_of(actor: type[ForgeActor]) -> dict[str, Callable[..., Any]]:

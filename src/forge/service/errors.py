@@ -4,8 +4,9 @@
 class ReplicaDied(RuntimeError):
     """A process of a replica ended while it was needed; the request was not answered.
 
-    Attributes name the place, so that a supervisor can act on it: `service` ("generator"), `replica` (0-based) and
-    `rank` (the dead process within the replica, or None when it is not known which).
+    The message names the service and the replica, how the process ended (its signal or exit status) and the last lines
+    of its log. Attributes name the place, so that a supervisor can act on it: `service` ("generator"), `replica`
+    (0-based) and `rank` (the dead process within the replica, or None when it is not known which).
     """
 
     def __init__(self, message: str, *, service: str = "", replica: int = 0, rank: int | None = None) -> None:
@@ -17,6 +18,14 @@ class ReplicaDied(RuntimeError):
 
 class NoHealthyReplica(ReplicaDied):
     """Every replica of a service is dead or stopped, so there is nobody to send a request to."""
+
+
+class TooManyRestarts(RuntimeError):
+    """Replicas of a service died more often than `restarts.max` allows; `__cause__` is the last death."""
+
+
+class ActorFailed(RuntimeError):
+    """A thread or task that an actor had started died of an exception; `__cause__` is its traceback."""
 
 
 class RemoteError(RuntimeError):

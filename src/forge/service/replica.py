@@ -60,9 +60,16 @@ class Replica:
     def healthy(self) -> bool:
         return self.state is State.HEALTHY
 
+    @property
+    def death(self) -> ReplicaDied | None:
+        """How it died, if it has."""
+        return self._death
+
     def on_death(self, listener: Callable[[Replica], None]) -> None:
-        """Calls `listener(replica)` once, when the replica has become DEAD."""
+        """Calls `listener(replica)` once, when the replica has become DEAD; at once if it is."""
         self._listeners.append(listener)
+        if self.state is State.DEAD:
+            listener(self)
 
     async def start(self, spec: bytes) -> None:
         """Builds the actor on every rank. Raises what its `__init__` or `setup` raised."""
