@@ -31,11 +31,25 @@ from forge.packing import PackedRow, gather, unpack
 Tensors = dict[str, Tensor]
 RowLoss = Callable[[PackedRow, Tensor], Tensor]
 """(row, its log-probabilities [M]) → the row's part of the loss."""
-ScoreRow = Callable[[PackedRow | None, bool], tuple[Tensor, Tensor]]
-"""(row, want_entropy) → log-probabilities [M] and entropies [M] of the row's scored pairs, with a gradient.
+Rows = Sequence[PackedRow | None]
+"""Packed rows. Instead of None a row is computed that nobody wants: the other ranks still have rows, and all must take
+part in every forward and backward."""
 
-Given None it scores a row of its own choosing: the other ranks still have rows, and all must take part in every
-forward and backward."""
+
+class Model(Protocol):
+    """What computes packed rows, whatever it is spread over (`forge.actors.scoring.Scorer`)."""
+
+    def score(self, rows: Rows) -> list[Tensor]:
+        """Log-probabilities [M] of each row's scored pairs, without a gradient, on every rank."""
+
+    def backward(
+        self, rows: Rows, loss: Callable[[PackedRow | None, Tensor, Tensor], Tensor], *, want_entropy: bool
+    ) -> list[tuple[Tensor, Tensor]]:
+        """Adds the gradient of the sum of `loss(row, log-probabilities [M], entropies [M])` over the rows.
+
+        Returns each row's log-probabilities and entropies, without a gradient, on every rank. In the loss the entropies
+        have one if `want_entropy`.
+        """
 
 
 class Ranks(Protocol):
@@ -110,8 +124,8 @@ class Objective:
         self._entropy_coef = entropy_coef
         self._arguments = loss_arguments(loss)
 
-    def backward(self, batch: Tensors, rows: Sequence[PackedRow], *, score: ScoreRow, ranks: Ranks) -> Outcome:
-        """Adds the gradient of the whole batch's loss to the parameters behind `score`.
+    def backward(self, batch: Tensors, rows: Sequence[PackedRow], *, model: Model, ranks: Ranks) -> Outcome:
+        """Adds the gradient of the whole batch's loss to the parameters of the model.
 
         Args:
             batch: this rank's `padding_mask` [B, R], `advantages` [B, 1] or [B, R], and where there are any
@@ -128,17 +142,20 @@ class Objective:
         if isinstance(self._loss, TokenLoss):
             row_loss = self._row_terms(self._loss, batch, counts)
         else:
-            row_loss = self._row_gradients(batch, padded, score, ranks)
-        logprobs, entropies = torch.zeros(2, *mask.shape, device=mask.device)
-        for row in padded:
-            scored, entropy = score(row, self._entropy_coef != 0.0)
+            row_loss = self._row_gradients(batch, padded, model, ranks)
+
+        def with_bonus(row: PackedRow | None, scored: Tensor, entropy: Tensor) -> Tensor:
             if row is None:
-                (0.0 * (scored.sum() + entropy.sum())).backward()
-                continue
+                return 0.0 * (scored.sum() + entropy.sum())
             bonus = (entropy * gather(mask.float(), row)).sum() * (self._entropy_coef / tokens)
-            (row_loss(row, scored) - bonus).backward()
-            logprobs = unpack(scored.detach(), row, logprobs)
-            entropies = unpack(entropy.detach(), row, entropies)
+            return row_loss(row, scored) - bonus
+
+        logprobs, entropies = torch.zeros(2, *mask.shape, device=mask.device)
+        found = model.backward(padded, with_bonus, want_entropy=self._entropy_coef != 0.0)
+        for row, (scored, entropy) in zip(padded, found, strict=True):
+            if row is not None:
+                logprobs = unpack(scored, row, logprobs)
+                entropies = unpack(entropy, row, entropies)
         entropy_mean = float(ranks.sum(torch.where(mask, entropies, 0.0).sum().double())) / tokens
         return Outcome(
             loss=self._value(batch, logprobs, ranks) - self._entropy_coef * entropy_mean,
@@ -161,16 +178,14 @@ class Objective:
 
         return row_loss
 
-    def _row_gradients(self, batch: Tensors, rows: list[PackedRow | None], score: ScoreRow, ranks: Ranks) -> RowLoss:
+    def _row_gradients(self, batch: Tensors, rows: Rows, model: Model, ranks: Ranks) -> RowLoss:
         """Second way: the gradient of the loss with respect to every log-probability, carried back row by row."""
         logprobs = torch.zeros_like(batch["padding_mask"], dtype=torch.float32)
         if len(rows) == 1 and ranks.count == 1:  # the row is the batch: one forward is enough
             return lambda row, scored: self._loss(logprobs=unpack(scored, row, logprobs), **self._wanted(batch))
-        with torch.no_grad():
-            for row in rows:
-                scored, _ = score(row, False)
-                if row is not None:
-                    logprobs = unpack(scored, row, logprobs)
+        for row, scored in zip(rows, model.score(rows), strict=True):
+            if row is not None:
+                logprobs = unpack(scored, row, logprobs)
         whole, start = gather_batch({"logprobs": logprobs, **batch}, ranks)
         leaf = whole.pop("logprobs").requires_grad_()
         (gradient,) = torch.autograd.grad(self._loss(logprobs=leaf, **self._wanted(whole)), leaf)

@@ -11,7 +11,12 @@ from typing import Any
 
 from forge.actors.generator import Generator
 from forge.config import GeneratorServiceConfig, RunConfig, ServiceConfig
-from forge.models.architectures import check_architecture, check_seq_len, check_tensor_parallel
+from forge.models.architectures import (
+    check_architecture,
+    check_pipeline_parallel,
+    check_seq_len,
+    check_tensor_parallel,
+)
 from forge.models.hf_folder import WeightFiles, read_config, resolve_folder
 from forge.models.memory import TRAINING_BYTES_PER_PARAMETER
 from forge.precision import resolve_dtype
@@ -43,6 +48,7 @@ def read_model(config: RunConfig, scratch: Path, *, generator: ServiceConfig | N
     check_seq_len(architecture, config.training.seq_len)
     for degree in (config.parallelism.tensor_parallel_degree, generator.procs if generator else 1):
         check_tensor_parallel(architecture, degree)
+    check_pipeline_parallel(architecture, config.parallelism.pipeline_parallel_degree)
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder)
     except (OSError, ValueError) as error:
@@ -69,9 +75,6 @@ def check_supported(config: RunConfig) -> None:
         UserError: naming the key.
     """
     refuse_unless("launcher", config.launcher, "local")
-    for name in ("pipeline", "context", "expert"):
-        key = f"{name}_parallel_degree"
-        refuse_unless(f"parallelism.{key}", getattr(config.parallelism, key), 1)
 
 
 def refuse_unless(key: str, value: Any, supported: Any) -> None:

@@ -20,7 +20,9 @@ import torch.distributed as dist
 
 from forge.attention import TreeLayout
 from forge.models._patches_torchtitan import use_device
-from forge.models.build import LoadedModel, load_model
+from forge.models.build import load_model
+from forge.models.loaded import LoadedModel
+from forge.service.distributed import init_process_group
 
 # Two rows of tokens, of odd and of different lengths: tensor parallelism over 2 has to pad them.
 ROWS = [[7, 3, 91, 12, 5, 44, 60, 2, 33], [18, 18, 70, 1, 9]]
@@ -76,6 +78,8 @@ def one_step(case: dict[str, Any]) -> None:
     """Load, score, train, gather and save as this rank of the case; rank 0 writes what it found."""
     options = {"dtype": "float32", "device": "cpu", "seq_len": 64, **case.get("options", {})}
     degrees = SimpleNamespace(**{**ALONE, **case.get("degrees", {})})
+    if case["world"] > 1 or options["dtype"] == "bfloat16":
+        init_process_group("gloo")
     model = load_model(case["folder"], parallelism=degrees, **options)
     group = model.data_parallel_group()
     mine = ROWS if group is None else ROWS[dist.get_rank(group) :: dist.get_world_size(group)]

@@ -233,7 +233,10 @@ def test_on_a_terminal_the_numbers_are_drawn(tmp_path):
         (["--dataset.path", "{tmp}/columns.jsonl"], "question"),
         (["--dataset.path", "{tmp}/torn.jsonl"], "line 2"),
         (["--model", "{tmp}/gpt2"], "GPT2LMHeadModel"),
-        (["--parallelism.pipeline_parallel_degree", "2", "--trainer.procs", "2"], "pipeline_parallel_degree"),
+        (
+            ["--parallelism.pipeline_parallel_degree", "4", "--trainer.procs", "4"],
+            "at most 2, the model's number of layers",
+        ),
         (["--launcher", "slurm"], "launcher"),
         (["--output_dir", "/proc/run"], "/proc/run"),
     ],

@@ -15,8 +15,9 @@ from safetensors.torch import load_file, save_file
 
 from forge.attention import TreeLayout
 from forge.models.architectures import UnsupportedArchitecture
-from forge.models.build import LoadedModel, load_model
+from forge.models.build import load_model
 from forge.models.hf_folder import ModelNotFound
+from forge.models.loaded import LoadedModel
 from tests.unit.models.tiny_checkpoints import ALONE, CHECKPOINTS, make_checkpoint
 
 
@@ -234,7 +235,7 @@ def test_degrees_that_do_not_make_up_the_processes_are_refused_with_the_product(
         load(folder, parallelism=degrees)
 
 
-@pytest.mark.parametrize("kind", ["pipeline", "context", "expert"])
+@pytest.mark.parametrize("kind", ["context", "expert"])
 def test_kinds_of_parallelism_that_there_are_not_are_refused(folder: Path, kind: str) -> None:
     degrees = SimpleNamespace(**{**vars(ALONE), f"{kind}_parallel_degree": 2})
     with pytest.raises(ValueError, match=rf"parallelism\.{kind}_parallel_degree must be 1, got 2"):

@@ -1,7 +1,6 @@
 """The trainer on real TorchTitan models: against transformers, over several processes, and through a checkpoint."""
 
 import asyncio
-import random
 from pathlib import Path
 
 import pytest
@@ -11,43 +10,15 @@ from transformers import AutoModelForCausalLM
 
 from forge.actors.trainer import NonFiniteStep, Trainer
 from forge.batching import make_batch
-from forge.config import GRPOTrainingConfig, ParallelismConfig
+from forge.config import ParallelismConfig
 from forge.testing.tiny_model import make_tiny_model
-from forge.types import Episode, Group
+from tests.integration.batches import groups, settings
 
 BETA1 = 0.9  # AdamW's first moment after one step is (1 - BETA1) times the gradient
 LAYOUTS = {
     "fsdp2": ParallelismConfig(data_parallel_shard_degree=2),
-    "tp2": ParallelismConfig(tensor_parallel_degree=2, data_parallel_shard_degree=1),
+    "pp2": ParallelismConfig(pipeline_parallel_degree=2, data_parallel_shard_degree=1),
 }
-
-
-def settings(**changes) -> GRPOTrainingConfig:
-    return GRPOTrainingConfig(
-        **{"steps": 10, "learning_rate": 1e-3, "seq_len": 64, "dtype": "float32", "max_norm": None, **changes}
-    )
-
-
-def groups(count: int = 5, *, seed: int = 0) -> list[Group]:
-    """Groups of three with prompts and responses of very different lengths."""
-    rng = random.Random(seed)
-
-    def episode(prompt: list[int]) -> Episode:
-        length = rng.randrange(1, 12)
-        return Episode(
-            prompt="",
-            response="",
-            target="",
-            prompt_ids=prompt,
-            response_ids=[rng.randrange(256) for _ in range(length)],
-            generator_logprobs=[-rng.uniform(4, 7) for _ in range(length)],
-            response_mask=[True] * length,
-            advantage=rng.gauss(0, 1),
-            ref_logprobs=[-rng.uniform(4, 7) for _ in range(length)],
-        )
-
-    prompts = [[rng.randrange(256) for _ in range(rng.randrange(1, 20))] for _ in range(count)]
-    return [Group(id=i, sample_id="", episodes=[episode(p) for _ in range(3)]) for i, p in enumerate(prompts)]
 
 
 @pytest.fixture(scope="module")
@@ -100,7 +71,7 @@ def test_loss_and_gradients_are_those_of_transformers(model, tmp_path):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_two_processes_take_the_same_step_as_one(model, alone, layout, tmp_path):
-    """FSDP and tensor parallelism: same loss, gradients and published weights; the checkpoint loads on one process."""
+    """FSDP and pipeline parallelism: same loss, gradients and weights; the checkpoint loads on one process."""
     expected, folder = alone
     parallelism = LAYOUTS[layout]
     ranks = 2 if layout == "fsdp2" else 1

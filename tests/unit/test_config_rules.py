@@ -172,8 +172,8 @@ PARALLEL = [
     ("tp=2 dp_shard=1 procs=1", "2×1×1 = 2", "--trainer.procs 2"),
     ("dp_shard=2 procs=4", "1×1×2 = 2", "--trainer.procs 2, or --parallelism.data_parallel_shard_degree 4"),
     (
-        "dp_shard=2 dp_replicate=2 cp=2 procs=4",
-        "1×1×2×2×2 = 8",
+        "dp_shard=2 dp_replicate=2 pp=2 procs=4",
+        "1×2×2×2 = 8",
         "--trainer.procs 8, or --parallelism.data_parallel_shard_degree 1",
     ),
     ("dp_shard=6 procs=2 hosts=2", "2×2 = 4 (procs × hosts)", "--trainer.procs 3"),
@@ -184,10 +184,17 @@ PARALLEL = [
         "--trainer.procs 6",
     ),
     ("dp_shard=0", "must be at least 1, or -1", "--parallelism.data_parallel_shard_degree -1"),
-    ("ep=3 procs=4", "must divide 4, got 3", "--parallelism.expert_parallel_degree 1"),
+    ("pp=2 procs=2 hosts=2 dp_shard=1", "1×2×1 = 2 trainer processes, and 2×2 = 4", "--trainer.procs 1"),
+    (
+        "cp=2 procs=2",
+        "must be 1, got 2: attention over shared prompts needs",
+        "--parallelism.context_parallel_degree 1",
+    ),
+    ("ep=2 procs=2", "must be 1, got 2: the supported architectures", "--parallelism.expert_parallel_degree 1"),
 ]
 SHORT = {
     "tp": "parallelism.tensor_parallel_degree",
+    "pp": "parallelism.pipeline_parallel_degree",
     "cp": "parallelism.context_parallel_degree",
     "ep": "parallelism.expert_parallel_degree",
     "dp_shard": "parallelism.data_parallel_shard_degree",
@@ -255,7 +262,8 @@ def test_parallel_degrees_that_do_not_give_the_processes_print_the_arithmetic(lo
         ("trainer.procs=4", "parallelism.tensor_parallel_degree=2"),
         ("trainer.procs=4", "parallelism.tensor_parallel_degree=2", "parallelism.data_parallel_shard_degree=2"),
         ("trainer.procs=2", "trainer.hosts=2", "launcher=slurm", "parallelism.data_parallel_shard_degree=4"),
-        ("trainer.procs=4", "parallelism.expert_parallel_degree=2"),
+        ("trainer.procs=4", "parallelism.pipeline_parallel_degree=2"),
+        ("trainer.procs=2", "trainer.hosts=2", "launcher=slurm", "parallelism.pipeline_parallel_degree=4"),
     ],
 )
 def test_parallel_degrees_that_give_the_processes_are_accepted(load, settings):

@@ -33,7 +33,18 @@ class Bigrams(nn.Module):
         self.embed = nn.Parameter(torch.randn(VOCABULARY, WIDTH, generator=generator, dtype=torch.float64))
         self.output = nn.Parameter(torch.randn(WIDTH, VOCABULARY, generator=generator, dtype=torch.float64))
 
-    def score(self, row, want_entropy):
+    def score(self, rows):
+        return [self.row(row, False)[0].detach() for row in rows]
+
+    def backward(self, rows, loss, *, want_entropy):
+        found = []
+        for row in rows:
+            scored, entropy = self.row(row, want_entropy)
+            loss(row, scored, entropy).backward()
+            found.append((scored.detach(), entropy.detach()))
+        return found
+
+    def row(self, row, want_entropy):
         if row is None:
             return (self.embed[:1] @ self.output)[:, 0], (self.embed[:1] @ self.output)[:, 1]
         logp = (self.embed[row.tokens_T] @ self.output)[row.score_index_M].log_softmax(-1)
@@ -95,7 +106,7 @@ def gradients(loss, pieces, *, max_tokens, share_prefixes=True):
         batch = {k: v for k, v in targets.items() if k != "response"}
         ranks = OneRank() if len(pieces) == 1 else ThreadRanks(i, slots, barrier)
         objective = Objective(loss, entropy_coef=0.05)
-        outcomes[i] = objective.backward(batch, rows, score=model[i].score, ranks=ranks)
+        outcomes[i] = objective.backward(batch, rows, model=model[i], ranks=ranks)
 
     threads = [threading.Thread(target=work, args=(i,)) for i in range(len(pieces))]
     for t in threads:
@@ -180,7 +191,7 @@ def test_the_correction_weighs_each_token_the_same_however_the_batch_is_cut(mode
         ours = Bigrams()
         rows = pack(inputs, targets, max_tokens=max_tokens)
         loss = build_loss({"name": "simple_grpo", "args": {"beta": 0.0}})
-        Objective(loss, correction=correction).backward(batch, rows, score=ours.score, ranks=OneRank())
+        Objective(loss, correction=correction).backward(batch, rows, model=ours, ranks=OneRank())
         gradient = torch.cat([ours.embed.grad.flatten(), ours.output.grad.flatten()])
         assert relative_error(gradient, expected) < 1e-5
 
@@ -205,7 +216,7 @@ def test_a_batch_without_trained_tokens_gives_zero_and_no_nan():
     targets["padding_mask"][:] = False
     model = Bigrams()
     batch = {k: v for k, v in targets.items() if k != "response"}
-    outcome = Objective(make_loss("grpo"), entropy_coef=0.1).backward(batch, [], score=model.score, ranks=OneRank())
+    outcome = Objective(make_loss("grpo"), entropy_coef=0.1).backward(batch, [], model=model, ranks=OneRank())
     assert (outcome.loss, outcome.entropy, outcome.trained_tokens) == (0.0, 0.0, 0)
     assert model.embed.grad is None
 
@@ -214,6 +225,6 @@ def test_metrics_count_tokens_without_a_generator_logprob():
     inputs, targets = make_batch()
     batch = {k: v for k, v in targets.items() if k != "response"}
     rows = pack(inputs, targets, max_tokens=10_000)
-    outcome = Objective(make_loss("grpo")).backward(batch, rows, score=Bigrams().score, ranks=OneRank())
+    outcome = Objective(make_loss("grpo")).backward(batch, rows, model=Bigrams(), ranks=OneRank())
     assert outcome.metrics["tokens/dropped"] == int(targets["padding_mask"][7, 0])
     assert outcome.trained_tokens == int(targets["padding_mask"].sum()) - outcome.metrics["tokens/dropped"]

@@ -29,7 +29,7 @@ class ReferenceModel(ForgeActor):
         self._model = load_model(
             model, parallelism=ParallelismConfig(), dtype=dtype, device=device, seq_len=seq_len, trainable=False
         )
-        self._score = Scorer(self._model, temperature=temperature, device=self._device)
+        self._scorer = Scorer(self._model, temperature=temperature, device=self._device)
 
     @torch.no_grad()
     def score(self, prompt_ids: list[int], responses: list[list[int]]) -> list[list[float]]:
@@ -41,8 +41,8 @@ class ReferenceModel(ForgeActor):
         episodes = [_episode(prompt_ids, r) for r in responses]
         inputs, targets = collate(episodes, pad_id=0)
         logprobs = torch.zeros(targets["response"].shape)
-        for row in pack(inputs, targets, max_tokens=self._model.tokens_that_fit(), keep_last=False):
-            scored, _ = self._score(row)
+        rows = pack(inputs, targets, max_tokens=self._model.tokens_that_fit(), keep_last=False)
+        for row, scored in zip(rows, self._scorer.score(rows), strict=True):
             logprobs = unpack(scored.cpu(), row, logprobs)
         return [logprobs[i, : len(r)].tolist() for i, r in enumerate(responses)]
 

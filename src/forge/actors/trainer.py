@@ -21,7 +21,8 @@ from forge.actors.scoring import Scorer
 from forge.actors.trainer_state import read_state, write_state
 from forge.config import CorrectionConfig, GRPOTrainingConfig, ParallelismConfig, TrainingConfig
 from forge.losses import AVAILABLE, ImportanceCorrection, build_loss
-from forge.models.build import LoadedModel, load_model
+from forge.models.build import load_model
+from forge.models.loaded import LoadedModel
 from forge.objective import Objective, OneRank, Ranks
 from forge.packing import pack
 from forge.service import ForgeActor
@@ -83,7 +84,7 @@ class Trainer(ForgeActor):
             compile=training.compile,
         )
         self._ranks = _data_parallel_ranks(self._model, self._device)
-        self._score = Scorer(self._model, temperature=temperature, device=self._device)
+        self._scorer = Scorer(self._model, temperature=temperature, device=self._device)
         built = loss if isinstance(loss, nn.Module) else build_loss(loss, defaults=loss_defaults or {})
         self._objective = Objective(
             built.to(self._device), entropy_coef=training.entropy_coef, correction=build_correction(correction)
@@ -134,7 +135,7 @@ class Trainer(ForgeActor):
         rows = [row.to(self._device) for row in packed]
         self._optimizer.zero_grad(set_to_none=True)
         on_device = {k: v.to(self._device) for k, v in batch.items() if k in AVAILABLE}
-        outcome = self._objective.backward(on_device, rows, score=self._score, ranks=self._ranks)
+        outcome = self._objective.backward(on_device, rows, model=self._scorer, ranks=self._ranks)
         norm = self._clip_gradients()
         if not (math.isfinite(outcome.loss) and math.isfinite(norm)):
             self._optimizer.zero_grad(set_to_none=True)
@@ -231,7 +232,9 @@ class Trainer(ForgeActor):
         from torchtitan.distributed.utils import clip_grad_norm_
 
         limit = self._training.max_norm or math.inf
-        return float(clip_grad_norm_(self._parameters, limit))
+        dims = self._model.parallel_dims
+        stages = dims.get_mesh("pp") if dims.pp_enabled else None
+        return float(clip_grad_norm_(self._parameters, limit, pp_mesh=stages))
 
     def _tokens_per_row(self) -> int:
         return self._training.max_tokens_per_microbatch or self._model.tokens_that_fit()
@@ -270,13 +273,12 @@ def _copy_into(buffer: Tensor | None, tensor: Tensor) -> Tensor:
 
 
 def _start_process_group(device: str) -> torch.device:
-    """Joins the other ranks, if there are any, and says which device this rank computes on."""
+    """Joins the other ranks, or a group of its own, and says which device this rank computes on."""
     if device == "cuda":
         # The provisioner shows each process one GPU of its own; under another launcher all are visible.
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        # gloo beside nccl, for the few numbers on the CPU that ranks agree on.
-        init_process_group("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo")
+    # gloo beside nccl, for the few numbers on the CPU that ranks agree on.
+    init_process_group("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo")
     if device == "cuda":
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device(device)

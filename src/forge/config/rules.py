@@ -20,6 +20,12 @@ if TYPE_CHECKING:
 LOSSES = ("simple_grpo", "grpo", "dr_grpo", "dapo", "cispo", "gspo", "sapo", "reinforce")
 _CLIPPED = {"grpo", "dr_grpo", "dapo", "gspo"}  # those that read clip_low and clip_high
 _GSPO_CLIP = 0.1  # a sequence's mean ratio never gets this far from 1, so a wider clip clips nothing (losses.md)
+_UNAVAILABLE = {
+    "context": "attention over shared prompts needs a packed row whole on one process; long sequences take "
+    "activation_checkpointing, and tensor parallelism, which splits the activations between layers",
+    "expert": "the supported architectures (Llama 3, SmolLM2, Qwen2.5, Qwen3) have no experts",
+}
+"""Kinds of parallelism that users know from elsewhere, and why there is no such thing here."""
 _IMPORT_PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+")
 
 
@@ -65,6 +71,16 @@ def processes_problems(cfg: RunConfig, trainer: ServiceConfig) -> Iterator[Probl
     p = cfg.parallelism
     world = trainer.procs * trainer.hosts
     involves = (*(f"parallelism.{name}" for name in p.__slots__), "services.trainer.procs", "services.trainer.hosts")
+    for kind, why in _UNAVAILABLE.items():
+        key = f"{kind}_parallel_degree"
+        if getattr(p, key) > 1:
+            yield Problem(
+                key=f"parallelism.{key}",
+                value=getattr(p, key),
+                rule="must be 1",
+                why=why,
+                fix=f"--parallelism.{key} 1",
+            )
     if p.data_parallel_shard_degree == 0:
         yield Problem(
             key="parallelism.data_parallel_shard_degree",
@@ -108,16 +124,15 @@ def processes_problems(cfg: RunConfig, trainer: ServiceConfig) -> Iterator[Probl
 
 
 def _degrees(p: ParallelismConfig) -> dict[str, int]:
-    """The factors of the number of processes; those that are rarely used, only where they are."""
+    """The factors of the number of processes; the replicas only where there are any."""
     degrees = {
         "tensor_parallel_degree": p.tensor_parallel_degree,
         "pipeline_parallel_degree": p.pipeline_parallel_degree,
     }
     if p.data_parallel_shard_degree > 0:
         degrees["data_parallel_shard_degree"] = p.data_parallel_shard_degree
-    for name in ("context_parallel_degree", "data_parallel_replicate_degree"):
-        if getattr(p, name) > 1:
-            degrees[name] = getattr(p, name)
+    if p.data_parallel_replicate_degree > 1:
+        degrees["data_parallel_replicate_degree"] = p.data_parallel_replicate_degree
     return degrees
 
 
@@ -130,17 +145,6 @@ def _procs_fix(processes: int, trainer: ServiceConfig) -> str:
 def _ranks(cfg: RunConfig, *, shard: int, involves: tuple[str, ...]) -> Iterator[Problem]:
     """Rules that need the shard degree, which -1 leaves to the number of processes."""
     p, training = cfg.parallelism, cfg.training
-    splittable = shard * p.context_parallel_degree * p.tensor_parallel_degree
-    if splittable % p.expert_parallel_degree:
-        yield Problem(
-            key="parallelism.expert_parallel_degree",
-            value=p.expert_parallel_degree,
-            rule=f"must divide {splittable}",
-            why=f"experts are split within shard × context × tensor = {shard}×{p.context_parallel_degree}"
-            f"×{p.tensor_parallel_degree} = {splittable} processes",
-            fix="--parallelism.expert_parallel_degree 1",
-            involves=involves,
-        )
     ranks = shard * p.data_parallel_replicate_degree
     accumulation = training.gradient_accumulation_steps
     groups = training.batch_size * accumulation

@@ -100,11 +100,11 @@ class ParallelismConfig:
     tensor_parallel_degree: PositiveInt = 1
     """Processes that every matrix is split over."""
     pipeline_parallel_degree: PositiveInt = 1
-    """Processes that the layers are split over."""
+    """Processes that the layers are split over; the packed rows of a step pass through them one behind the other."""
     context_parallel_degree: PositiveInt = 1
-    """Processes that every sequence is split over."""
+    """Must be 1: a packed row, in which prompts stand once, is attended to on one process."""
     expert_parallel_degree: PositiveInt = 1
-    """Processes that experts are split over; taken out of the shard, context and tensor degrees."""
+    """Must be 1: none of the supported architectures has experts."""
 
 
 @dataclass(kw_only=True, slots=True)

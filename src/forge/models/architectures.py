@@ -165,6 +165,23 @@ def check_tensor_parallel(architecture: Architecture, degree: int) -> None:
         )
 
 
+def check_pipeline_parallel(architecture: Architecture, degree: int) -> None:
+    """Refuse a pipeline-parallel degree that the model cannot be cut into.
+
+    Raises:
+        UserError: tied embeddings, or fewer layers than stages; with the way out.
+    """
+    key = "parallelism.pipeline_parallel_degree"
+    if degree > 1 and architecture.tied:
+        raise UserError(
+            f"{key} must be 1 for a model with tied embeddings (tie_word_embeddings: true in config.json), got "
+            f"{degree}: one matrix is the input of the first stage and the output of the last. Use "
+            "parallelism.data_parallel_shard_degree or parallelism.tensor_parallel_degree instead."
+        )
+    if degree > architecture.n_layers:
+        raise UserError(f"{key} must be at most {architecture.n_layers}, the model's number of layers, got {degree}.")
+
+
 def check_seq_len(architecture: Architecture, seq_len: int) -> None:
     """Refuse sequences longer than the model was made for.
 

@@ -28,6 +28,8 @@ from torchtitan.protocols.module import Module
 
 from forge.attention import TreeLayout, attend
 from forge.models.architectures import Architecture, RopeParameters
+from forge.models.loaded import Weight
+from forge.models.pipeline import Stage, stage_of_layer
 from forge.models.rope import inverse_frequencies
 
 # Weights always come from a checkpoint, so nothing is drawn at random first.
@@ -150,24 +152,48 @@ def _norm(width: int, architecture: Architecture) -> RMSNorm.Config:
     return RMSNorm.Config(normalized_shape=width, eps=architecture.norm_eps, param_init=_LOADED)
 
 
-def hf_locations(module: Qwen3Model) -> dict[str, tuple[nn.Module, str]]:
-    """Hugging Face name → (submodule, parameter name), in the order of the layers; tied weights stand once.
+def weights_of(module: Qwen3Model, *, stages: int) -> dict[str, Weight]:
+    """Hugging Face name → where that weight is, in the order of the layers; tied weights stand once.
 
-    Look parameters up in the submodule when they are needed: sharding replaces them, and wraps the blocks around them.
+    Args:
+        module: the whole decoder, before anything was done to it.
+        stages: how many pipeline stages it is to be cut into.
     """
-    modules = {"model.embed_tokens": "tok_embeddings"}
-    for layer in range(len(module.layers)):
-        modules |= {f"model.layers.{layer}.{hf}": f"layers.{layer}.{own}" for hf, own in _LAYER_MODULES.items()}
-    modules["model.norm"] = "norm"
+    n_layers = len(module.layers)
+    modules = {"model.embed_tokens": ("tok_embeddings", 0)}
+    for layer in range(n_layers):
+        stage = stage_of_layer(layer, n_layers=n_layers, stages=stages)
+        for hf, own in _LAYER_MODULES.items():
+            modules[f"model.layers.{layer}.{hf}"] = (f"layers.{layer}.{own}", stage)
+    modules["model.norm"] = ("norm", stages - 1)
     if not module.enable_weight_tying:
-        modules["lm_head"] = "lm_head"
-    locations = {}
-    for hf_name, own_name in modules.items():
+        modules["lm_head"] = ("lm_head", stages - 1)
+    weights = {}
+    for hf_name, (own_name, stage) in modules.items():
         submodule = module
         for part in own_name.split("."):
             submodule = getattr(submodule, part)
         if submodule is None:  # the norms of queries and keys, in families without them
             continue
-        for parameter, _ in submodule.named_parameters(recurse=False):
-            locations[f"{hf_name}.{parameter}"] = (submodule, parameter)
-    return locations
+        for name, parameter in submodule.named_parameters(recurse=False):
+            weights[f"{hf_name}.{name}"] = Weight(
+                shape=tuple(parameter.shape), stage=stage, module=submodule, attribute=name
+            )
+    return weights
+
+
+def keep_stage(module: Qwen3Model, weights: dict[str, Weight], stage: Stage) -> None:
+    """Drops what other stages hold; TorchTitan's decoder passes over what it does not have."""
+    if stage.count == 1:
+        return
+    n_layers = len(module.layers)
+    for layer in range(n_layers):
+        if stage_of_layer(layer, n_layers=n_layers, stages=stage.count) != stage.index:
+            del module.layers[str(layer)]
+    if not stage.is_first:
+        module.tok_embeddings = None
+    if not stage.is_last:
+        module.norm = module.lm_head = None
+    for weight in weights.values():
+        if weight.stage != stage.index:
+            weight.module = None

@@ -5,7 +5,6 @@ Imports TorchTitan; see `forge.models.decoder`.
 
 from __future__ import annotations
 
-import os
 from typing import Literal, Protocol
 
 import torch
@@ -31,31 +30,26 @@ class Parallelism(Protocol):
 
 
 def parallel_dims(parallelism: Parallelism) -> ParallelDims:
-    """The degrees as TorchTitan's `ParallelDims`, for as many processes as WORLD_SIZE (1 where it is not set) says.
+    """The degrees as TorchTitan's `ParallelDims`, for the processes of the process group (1 where there is none).
 
     Raises:
         ValueError: the degrees do not multiply to the number of processes, or a kind is not available.
     """
-    replicate, shard = parallelism.data_parallel_replicate_degree, parallelism.data_parallel_shard_degree
-    tp = parallelism.tensor_parallel_degree
-    unavailable = {
-        "pipeline": "it is not available yet",
-        "context": "it is not available yet",
-        "expert": "the supported models have no experts",
-    }
-    for kind, reason in unavailable.items():
+    for kind in ("context", "expert"):  # forge.config refuses them, and says why
         degree = getattr(parallelism, f"{kind}_parallel_degree")
         if degree != 1:
-            raise ValueError(f"parallelism.{kind}_parallel_degree must be 1, got {degree}: {reason}.")
-    world = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
+            raise ValueError(f"parallelism.{kind}_parallel_degree must be 1, got {degree}.")
+    replicate, shard = parallelism.data_parallel_replicate_degree, parallelism.data_parallel_shard_degree
+    tp, pp = parallelism.tensor_parallel_degree, parallelism.pipeline_parallel_degree
+    world = dist.get_world_size() if dist.is_initialized() else 1
     if shard == -1:
-        shard = max(world // (replicate * tp), 1)
-    if replicate * shard * tp != world:
-        needed = replicate * shard * tp
+        shard = max(world // (replicate * tp * pp), 1)
+    if replicate * shard * tp * pp != world:
+        needed = replicate * shard * tp * pp
         raise ValueError(
             f"the parallelism degrees must multiply to the number of trainer processes, but data_parallel_replicate "
-            f"{replicate} x data_parallel_shard {shard} x tensor_parallel {tp} = {needed} and there are {world}. "
-            f"Set services.trainer.procs to {needed}, or change a degree."
+            f"{replicate} x data_parallel_shard {shard} x tensor_parallel {tp} x pipeline_parallel {pp} = {needed} and "
+            f"there are {world}. Set services.trainer.procs to {needed}, or change a degree."
         )
     # "partial_dtensor" is the backend of TorchTitan that runs on gloo, and it needs no type checking at run time.
     set_spmd_backend("partial_dtensor")
@@ -64,25 +58,11 @@ def parallel_dims(parallelism: Parallelism) -> ParallelDims:
         dp_shard=shard,
         cp=1,
         tp=tp,
-        pp=1,
+        pp=pp,
         ep=1,
         world_size=world,
         spmd_backend="partial_dtensor",
     )
-
-
-def start_process_group(device: torch.device) -> None:
-    """Join the other ranks, unless that was done: by MASTER_ADDR, MASTER_PORT, RANK and WORLD_SIZE.
-
-    A process on its own needs a group of one for bf16 with fp32 master weights, which FSDP2 does; it opens no port.
-    """
-    if dist.is_initialized():
-        return
-    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-    else:
-        dist.init_process_group(backend)
 
 
 def apply_tensor_parallel(module: Qwen3Model, dims: ParallelDims) -> None:
@@ -122,7 +102,7 @@ def apply_fsdp(module: Qwen3Model, dims: ParallelDims, *, param_dtype: torch.dty
     policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     for block in module.layers.values():
         fully_shard(block, mesh=mesh, mp_policy=policy)
-    if not module.enable_weight_tying:
+    if not module.enable_weight_tying and module.tok_embeddings is not None:
         fully_shard(module.tok_embeddings, mesh=mesh, mp_policy=policy)
     fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
     for unit in fsdp_units(module):

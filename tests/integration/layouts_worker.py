@@ -1,0 +1,118 @@
+"""One GRPO step under many parallel layouts: `layouts_worker.py JOB.json`, {model, alone, out, worlds: {N: layouts}}.
+
+This process imports TorchTitan once and forks N ranks for each world; the ranks take one step under each of its
+layouts, one after the other, in the same process group.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import socket
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from forge.actors.trainer import Trainer
+from forge.batching import make_batch
+from forge.config import ParallelismConfig
+from forge.models._patches_torchtitan import use_device
+from tests.integration.batches import groups, settings
+
+ROW = 64  # tokens: several rows for each rank, and not the same number
+
+
+class OwnMean(nn.Module):
+    """A user's loss that divides by a mean over the whole batch, so that it takes two passes."""
+
+    def forward(self, logprobs: torch.Tensor, advantages: torch.Tensor, padding_mask: torch.Tensor) -> torch.Tensor:
+        mask = padding_mask.float()
+        mean = (logprobs.exp() * mask).sum() / mask.sum()
+        return -(logprobs * advantages * mask).sum() / mean / mask.sum()
+
+
+LOSSES: dict[str, Any] = {"dapo": "dapo", "own_mean": OwnMean()}
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor.clone()
+
+
+def published(trainer: Trainer) -> dict[str, torch.Tensor]:
+    """What a push would send; empty but on rank 0."""
+    trainer.collect_weights()
+    return {name: tensor.clone() for name, tensor in trainer._outgoing.items()}
+
+
+def one_step(model: str, loss: str, parallelism: ParallelismConfig, *, start: str | None) -> dict[str, Any]:
+    training = settings(max_tokens_per_microbatch=ROW, entropy_coef=0.01, max_norm=0.5)
+    trainer = Trainer(model=model, training=training, parallelism=parallelism, loss=LOSSES[loss])
+    before = published(trainer)
+    ranks = trainer.data_parallel_ranks()
+    value = trainer.train_step(*make_batch(groups(), ranks=ranks, pad_id=0))
+    found = {
+        "loss": value,
+        "metrics": {k: v for k, v in trainer.metrics().items() if not k.startswith(("time/", "throughput/"))},
+        "gradients": {name: whole(p.grad) for name, p in trainer._model.named_parameters()},
+        "before": before,
+        "after": published(trainer),
+    }
+    if start is not None:
+        assert trainer.load(start) == 1
+        found["loaded"] = published(trainer)
+        found["second loss"] = trainer.train_step(*make_batch(groups(seed=1), ranks=ranks, pad_id=0))
+    return found
+
+
+def run_rank(job: dict[str, Any], world: int, rank: int, port: int) -> None:
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    for name, degrees in job["worlds"][str(world)].items():
+        parallelism = ParallelismConfig(**{"data_parallel_shard_degree": 1, **degrees})
+        for loss in LOSSES:
+            start = job["alone"] if loss == "dapo" and world > 1 else None
+            found = one_step(job["model"], loss, parallelism, start=start)
+            torch.save(found, Path(job["out"]) / f"{name} {loss} {rank}.pt")
+    if world > 1:
+        dist.barrier()
+    else:
+        trainer = Trainer(
+            model=job["model"],
+            training=settings(max_tokens_per_microbatch=ROW, entropy_coef=0.01, max_norm=0.5),
+            loss="dapo",
+        )
+        trainer.train_step(*make_batch(groups(), ranks=1, pad_id=0))
+        trainer.save(job["alone"])
+        found = {"loaded": published(trainer)}
+        found["second loss"] = trainer.train_step(*make_batch(groups(seed=1), ranks=1, pad_id=0))
+        torch.save(found, Path(job["out"]) / "alone second.pt")
+    dist.destroy_process_group()
+
+
+def main(job_file: str) -> None:
+    use_device("cpu")
+    import forge.models.decoder
+    import forge.models.parallel  # noqa: F401 - for the ranks
+
+    job = json.loads(Path(job_file).read_text())
+    fork = multiprocessing.get_context("fork")
+    for world in sorted(map(int, job["worlds"])):
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        ranks = [fork.Process(target=run_rank, args=(job, world, rank, port)) for rank in range(world)]
+        for process in ranks:
+            process.start()
+        for process in ranks:
+            process.join()
+        if any(process.exitcode for process in ranks):
+            sys.exit(f"{world} ranks: exit statuses {[process.exitcode for process in ranks]}")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
