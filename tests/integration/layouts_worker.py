@@ -91,7 +91,8 @@ def run_rank(job: dict[str, Any], world: int, rank: int, port: int) -> None:
         found = {"loaded": published(trainer)}
         found["second loss"] = trainer.train_step(*make_batch(groups(seed=1), ranks=1, pad_id=0))
         torch.save(found, Path(job["out"]) / "alone second.pt")
-    dist.destroy_process_group()
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def main(job_file: str) -> None:

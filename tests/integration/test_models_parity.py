@@ -231,7 +231,9 @@ def test_a_position_past_seq_len_is_an_error_and_not_a_wrong_number(folder: Path
 
 def test_degrees_that_do_not_make_up_the_processes_are_refused_with_the_product(folder: Path) -> None:
     degrees = SimpleNamespace(**{**vars(ALONE), "data_parallel_shard_degree": 2, "tensor_parallel_degree": 2})
-    with pytest.raises(ValueError, match=r"data_parallel_shard 2 x tensor_parallel 2 = 4 and there are 1\."):
+    with pytest.raises(
+        ValueError, match=r"data_parallel_shard 2 x tensor_parallel 2 x pipeline_parallel 1 = 4 and there are 1\."
+    ):
         load(folder, parallelism=degrees)
 
 

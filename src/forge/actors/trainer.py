@@ -25,6 +25,7 @@ from forge.models.build import load_model
 from forge.models.loaded import LoadedModel
 from forge.objective import Objective, OneRank, Ranks
 from forge.packing import pack
+from forge.precision import resolve_dtype
 from forge.service import ForgeActor
 from forge.service.distributed import init_process_group
 from forge.weights import WeightStore
@@ -73,7 +74,7 @@ class Trainer(ForgeActor):
         weights_dtype: str = "float32",
     ) -> None:
         self._training = training
-        self._device = _start_process_group(device)
+        self._device = _start_process_group(device, training.dtype)
         self._model = load_model(
             model,
             parallelism=parallelism or ParallelismConfig(),
@@ -272,13 +273,18 @@ def _copy_into(buffer: Tensor | None, tensor: Tensor) -> Tensor:
     return buffer.copy_(tensor.detach())
 
 
-def _start_process_group(device: str) -> torch.device:
-    """Joins the other ranks, or a group of its own, and says which device this rank computes on."""
+def _start_process_group(device: str, dtype: str) -> torch.device:
+    """Joins the other ranks, if there are any, and says which device this rank computes on.
+
+    For bfloat16 a process on its own needs a group, too, of one: FSDP2 is what keeps the float32 weights beside it.
+    """
     if device == "cuda":
         # The provisioner shows each process one GPU of its own; under another launcher all are visible.
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
-    # gloo beside nccl, for the few numbers on the CPU that ranks agree on.
-    init_process_group("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo")
+    alone = int(os.environ.get("WORLD_SIZE", "1")) == 1
+    if not alone or resolve_dtype(dtype, with_gpus=device == "cuda") == "bfloat16":
+        # gloo beside nccl, for the few numbers on the CPU that ranks agree on.
+        init_process_group("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo")
     if device == "cuda":
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device(device)
