@@ -9,6 +9,7 @@ import pytest
 
 from forge.config import ConfigError, GRPOConfig, RunConfig, ServiceConfig, load_config, make_output_dir, parse_args
 from forge.config import to_yaml as dump
+from forge.config.errors import show
 from forge.config.fields import all_keys
 from forge.config.help import field_docs, help_text
 
@@ -402,6 +403,19 @@ def test_folder_that_cannot_be_written_is_told_before_the_start(write, tmp_path,
     message = capsys.readouterr().err
     assert f'output_dir must be a folder that can be written, got "{tmp_path}/file/run"' in message
     assert "Fix: --output_dir" in message
+
+
+def test_message_never_shortens_a_path(tmp_path):
+    (tmp_path / "file").write_text("")
+    path = str(tmp_path / "file" / "a folder with spaces" / ("x" * 200) / ("y" * 200))
+    with pytest.raises(ConfigError) as error:
+        make_output_dir(path, app="grpo")
+    assert f'got "{path}"' in str(error.value)
+    assert show([path.replace(" ", "-"), "next"]) == f'["{path.replace(" ", "-")}", …'
+
+
+def test_message_cuts_a_long_list_behind_a_whole_word():
+    assert show(list(range(1000))) == f"[{', '.join(map(str, range(23)))}, …"
 
 
 def test_folder_that_can_be_written_is_not_made_yet(write, tmp_path):

@@ -12,20 +12,23 @@ from typing import Any
 from forge.types import UserError
 
 EXIT_WRONG_INPUT = 2
-_MAX_SHOWN = 80  # characters of a value that are quoted in a message
+_MAX_SHOWN = 80  # characters of a list or a mapping that are quoted in a message
+_MAX_PATH = 4096  # characters of a string: as long as a path can be, since half a path helps nobody
 
 ABSENT: Any = type("Absent", (), {"__repr__": lambda self: "ABSENT"})()
 """The value of a key that was not given."""
 
 
 def show(value: Any) -> str:
-    """A value as one would write it in YAML, cut to 80 characters.
+    """A value as one would write it in YAML. A string is whole; a list or a mapping is cut after about 80 characters,
+    behind a whole word.
 
     >>> show(None), show(True), show("a"), show([1, 2])
     ('null', 'true', '"a"', '[1, 2]')
     """
     text = json.dumps(value, ensure_ascii=False, default=repr)
-    return text if len(text) <= _MAX_SHOWN else text[: _MAX_SHOWN - 1] + "…"
+    end = text.find(" ", _MAX_PATH if isinstance(value, str) else _MAX_SHOWN)
+    return text if end < 0 else f"{text[:end]} …"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
