@@ -16,6 +16,8 @@ BENCH_STAMP := $(STAMP)-bench
 # Left behind only by an install that was cut short (power, signal).
 UNFINISHED := $(VENV)/.installing
 TESTS := $(wildcard tests/unit tests/integration tests/reliability tests/gpu)
+# Unit tests on two workers, then the others, which need both cores, one by one on one of them (tests/conftest.py).
+PYTEST := $(BIN)/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder --durations-min=1
 
 # The search for an interpreter must not find the one of a broken environment.
 OUTER_PATH := $(PATH)
@@ -39,10 +41,10 @@ grpo: $(STAMP)
 	$(BIN)/python -m apps.grpo.main --config apps/grpo/smollm2_135m.yaml $(ARGS)
 
 test: $(STAMP)
-	$(BIN)/python -m pytest --durations=15 --durations-min=1 $(TESTS) $(ARGS)
+	$(PYTEST) --durations=15 $(TESTS) $(ARGS)
 
 test-unit: $(STAMP)
-	$(BIN)/python -m pytest --durations=10 --durations-min=1 tests/unit $(ARGS)
+	$(PYTEST) --durations=10 tests/unit $(ARGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

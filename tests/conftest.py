@@ -13,6 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+_UNIT_TESTS = Path(__file__).parent / "unit"
 _CACHE = tempfile.mkdtemp(prefix="forge-tests-")
 _MARK = f"{os.getpid()}-{uuid.uuid4().hex}"
 _MARK_NAME = "FORGE_TEST_SESSION"
@@ -38,6 +39,12 @@ os.environ |= {
 
 _GRACE_SECONDS = 10.0  # processes that were told to stop may need a moment
 _LIBRARY_HELPERS = ("multiprocessing.resource_tracker", "multiprocessing.forkserver", "torch/_inductor/compile_worker")
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Where several workers run the tests (-n), unit tests are dealt out to all of them and the others stay on one."""
+    if not item.path.is_relative_to(_UNIT_TESTS):
+        item.add_marker(pytest.mark.xdist_group("one by one"))
 
 
 def pytest_sessionfinish() -> None:
