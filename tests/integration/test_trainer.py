@@ -6,15 +6,18 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from forge.actors.trainer import NonFiniteStep, Trainer
+from forge.attention import TreeLayout
 from forge.batching import make_batch
 from forge.config import ParallelismConfig
 from forge.testing.tiny_model import make_tiny_model
 from tests.integration.batches import groups, settings
 
 BETA1 = 0.9  # AdamW's first moment after one step is (1 - BETA1) times the gradient
+MAX_NORM = 0.1  # a fifteenth of what the gradient of `groups()` has
 LAYOUTS = {
     "fsdp2": ParallelismConfig(data_parallel_shard_degree=2),
     "pp2": ParallelismConfig(pipeline_parallel_degree=2, data_parallel_shard_degree=1),
@@ -28,8 +31,8 @@ def model(tmp_path_factory) -> str:
 
 @pytest.fixture(scope="module")
 def alone(model, tmp_path_factory) -> tuple[float, Path]:
-    """One step of one process: its loss and its checkpoint."""
-    trainer = Trainer(model=model, training=settings(), loss="dapo")
+    """One step of one process, gradients clipped: its loss and its checkpoint."""
+    trainer = Trainer(model=model, training=settings(max_norm=MAX_NORM), loss="dapo")
     loss = trainer.train_step(*make_batch(groups(), ranks=1, pad_id=0))
     folder = tmp_path_factory.mktemp("alone")
     trainer.save(str(folder))
@@ -40,7 +43,8 @@ def tensors(folder: Path) -> dict[str, torch.Tensor]:
     return {k: v for file in (folder / "trainer").glob("*.safetensors") for k, v in load_file(file).items()}
 
 
-def transformers_step(model: str) -> tuple[float, dict[str, torch.Tensor]]:
+@pytest.fixture(scope="module")
+def transformers_step(model) -> tuple[float, dict[str, Tensor]]:
     """The same loss and gradients from transformers: every episode in a forward of its own, DAPO's formula by hand."""
     reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float64)
     episodes = [e for g in groups() for e in g.episodes]
@@ -57,16 +61,59 @@ def transformers_step(model: str) -> tuple[float, dict[str, torch.Tensor]]:
     return total, {name: p.grad for name, p in reference.named_parameters()}
 
 
-def test_loss_and_gradients_are_those_of_transformers(model, tmp_path):
-    """Packing, shared prompts, shifts, temperature and the loss at once, against code that shares none of it."""
-    expected, gradients = transformers_step(model)
-    trainer = Trainer(model=model, training=settings(), loss="dapo", temperature=0.7)
-    assert trainer.train_step(*make_batch(groups(), ranks=1, pad_id=0)) == pytest.approx(expected, rel=1e-4)
-    trainer.save(str(tmp_path))
-    moments = tensors(tmp_path)
-    for name, gradient in gradients.items():
+def assert_gradients(trainer: Trainer, expected: dict[str, Tensor], folder: Path) -> None:
+    """The gradients that the first step of `trainer` applied, seen in the optimizer's first moments."""
+    trainer.save(str(folder))
+    moments = tensors(folder)
+    for name, gradient in expected.items():
         ours = moments[f"exp_avg.{name}"].double() / (1 - BETA1)
         assert (ours - gradient).norm() <= 1e-4 * gradient.norm() + 1e-9, name
+
+
+def test_loss_and_gradients_are_those_of_transformers(model, transformers_step, tmp_path):
+    """Packing, shared prompts, shifts, temperature and the loss at once, against code that shares none of it."""
+    expected, gradients = transformers_step
+    trainer = Trainer(model=model, training=settings(), loss="dapo", temperature=0.7)
+    assert trainer.train_step(*make_batch(groups(), ranks=1, pad_id=0)) == pytest.approx(expected, rel=1e-4)
+    assert_gradients(trainer, gradients, tmp_path)
+
+
+def test_gradients_are_clipped_to_max_norm_as_torch_does_it(model, transformers_step, tmp_path):
+    parameters = {name: nn.Parameter(torch.zeros_like(g)) for name, g in transformers_step[1].items()}
+    for name, parameter in parameters.items():
+        parameter.grad = transformers_step[1][name].clone()
+    norm = nn.utils.clip_grad_norm_(parameters.values(), MAX_NORM)
+    assert norm > 3 * MAX_NORM
+    trainer = Trainer(model=model, training=settings(max_norm=MAX_NORM), loss="dapo", temperature=0.7)
+    trainer.train_step(*make_batch(groups(), ranks=1, pad_id=0))
+    assert trainer.metrics()["grad_norm"] == pytest.approx(float(norm), rel=1e-4)  # the norm before clipping
+    assert_gradients(trainer, {name: p.grad for name, p in parameters.items()}, tmp_path)
+
+
+def test_four_keys_suffice_for_a_step(model, tmp_path):
+    """The contract's call by hand: no attention mask, no generator's log-probabilities, rows of unlike length."""
+    generator = torch.Generator().manual_seed(5)
+    tokens = torch.randint(256, (4, 3 + 6), generator=generator)
+    reference_BR = -7 * torch.rand(4, 6, generator=generator)
+    advantages_BR = torch.randn(4, 6, generator=generator)
+    lengths = (6, 4, 1, 3)
+    mask = torch.tensor([[1.0] * n + [0.0] * (6 - n) for n in lengths])
+    targets = {"response": tokens[:, 3:], "ref_logprobs": reference_BR, "advantages": advantages_BR}
+    trainer = Trainer(model=model, training=settings(), loss={"name": "simple_grpo", "args": {"beta": 0.1}})
+    loss = trainer.train_step([{"tokens": tokens}], [{**targets, "padding_mask": mask}])
+
+    theirs = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float64)
+    logp = theirs(tokens).logits[:, 2:-1].log_softmax(-1).gather(-1, tokens[:, 3:, None])[..., 0]
+    expected = torch.zeros((), dtype=torch.float64)
+    for i, length in enumerate(lengths):
+        for t in range(length):
+            lp, delta = logp[i, t], logp[i, t] - reference_BR[i, t].double()
+            policy = -(lp - lp.detach()).exp() * advantages_BR[i, t]
+            expected = expected + (policy + 0.1 * ((-delta).exp() - 1 + delta)) / length / 4
+    assert isinstance(loss, float)
+    assert loss == pytest.approx(expected.item(), rel=1e-4)
+    expected.backward()
+    assert_gradients(trainer, {name: p.grad for name, p in theirs.named_parameters()}, tmp_path)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -78,7 +125,7 @@ def test_two_processes_take_the_same_step_as_one(model, alone, layout, tmp_path)
 
     async def step() -> float:
         trainer = await Trainer.options(procs=2).as_actor(
-            model=model, training=settings(), parallelism=parallelism, loss="dapo"
+            model=model, training=settings(max_norm=MAX_NORM), parallelism=parallelism, loss="dapo"
         )
         async with trainer:
             assert await trainer.data_parallel_ranks.call_all() == [ranks, ranks]
@@ -88,7 +135,7 @@ def test_two_processes_take_the_same_step_as_one(model, alone, layout, tmp_path)
         return losses[0]
 
     assert asyncio.run(step()) == pytest.approx(expected, rel=1e-4)
-    single = Trainer(model=model, training=settings(), loss="dapo")
+    single = Trainer(model=model, training=settings(max_norm=MAX_NORM), loss="dapo")
     assert single.load(str(tmp_path)) == 1  # shards of two ranks, read by one
     single.save(str(tmp_path / "one"))
     ours, theirs = tensors(tmp_path / "one"), tensors(folder)
@@ -147,3 +194,48 @@ def test_batches_for_another_number_of_ranks_are_refused(model):
     trainer = Trainer(model=model, training=settings())
     with pytest.raises(ValueError, match="one dict for each of the 1 data-parallel ranks, got 2"):
         trainer.train_step(*make_batch(groups(), ranks=2, pad_id=0))
+
+
+class Published:
+    """Stands in for the weight store: what the trainer publishes, by version."""
+
+    def __init__(self) -> None:
+        self.versions: dict[int, dict[str, Tensor]] = {}
+
+    async def publish(self, version: int, named) -> None:
+        self.versions[version] = {name: tensor.clone() for name, tensor in named}
+
+
+def test_weights_go_out_under_hugging_face_names_in_the_generators_dtype(model, tmp_path):
+    store = Published()
+    trainer = Trainer(model=model, training=settings(), weights=store, weights_dtype="bfloat16")
+    trainer.train_step(*make_batch(groups(), ranks=1, pad_id=0))
+    trainer.save(str(tmp_path))
+    trainer.collect_weights()
+    trainer.train_step(*make_batch(groups(seed=1), ranks=1, pad_id=0))  # must not change what was collected
+    asyncio.run(trainer.push_weights(1))
+    trainer.collect_weights()
+    asyncio.run(trainer.push_weights(2))
+    of_step_1 = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.bfloat16).state_dict()
+    sent = store.versions[1]
+    assert sent.keys() == of_step_1.keys()
+    assert {tensor.dtype for tensor in sent.values()} == {torch.bfloat16}
+    assert all(torch.equal(sent[name], tensor) for name, tensor in of_step_1.items())
+    assert not all(torch.equal(store.versions[2][name], tensor) for name, tensor in sent.items())
+
+
+def test_what_is_saved_loads_in_transformers_with_the_trainers_logits(model, tmp_path):
+    trainer = Trainer(model=model, training=settings(), loss="dapo")
+    trainer.train_step(*make_batch(groups(), ranks=1, pad_id=0))
+    trainer.save(str(tmp_path))
+    tokens = torch.tensor([[(7 * i) % 256 for i in range(40)]])
+    with torch.no_grad():
+        hidden = trainer._model.hidden_states(tokens, torch.arange(40)[None], TreeLayout.from_lengths([40]))
+        ours = trainer._model.logits(hidden)
+        saved = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float32)
+        theirs = saved(tokens).logits[0]
+        before = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)(tokens).logits[0]
+    assert (ours - theirs).abs().max() < 1e-5
+    assert (before - theirs).abs().max() > 1e-3  # the step's weights, not those that the trainer began with
+    for name, parameter in trainer._model.named_parameters():
+        assert torch.equal(saved.state_dict()[name], parameter), name
