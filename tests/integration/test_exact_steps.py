@@ -17,7 +17,6 @@ from forge.service import ForgeActor
 from forge.testing.tiny_model import make_tiny_model
 from forge.types import Episode, Group
 
-
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # the ranks cannot import this module
 
 NAMES = (*LOSSES, "own_mean")

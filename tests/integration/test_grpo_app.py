@@ -12,12 +12,38 @@ from pathlib import Path
 import pytest
 from torch import nn
 
+from apps.grpo.main import check, train
+from forge.app import launch
+from forge.config import GRPOConfig
+from forge.provisioner import Provisioner
+
 ROOT = Path(__file__).parents[2]
-COMMAND = [sys.executable, "-m", "apps.grpo.main", "--config", "apps/grpo/toy.yaml"]
+TOY = ["--config", "apps/grpo/toy.yaml"]
+COMMAND = [sys.executable, "-m", "apps.grpo.main", *TOY]
 
 
 def grpo(*overrides: str, timeout: float = 240) -> subprocess.CompletedProcess[str]:
     return subprocess.run([*COMMAND, *overrides], cwd=ROOT, capture_output=True, text=True, timeout=timeout)
+
+
+@pytest.fixture
+def in_process(monkeypatch, capsys):
+    """The program in this process, for what must end before any actor is started: (exit status, stdout, stderr)."""
+
+    def run(*overrides: str) -> tuple[int, str, str]:
+        def refuse(self):
+            pytest.fail("an actor was about to be started")
+
+        monkeypatch.chdir(ROOT)
+        monkeypatch.setattr(Provisioner, "__aenter__", refuse)
+        monkeypatch.setattr(sys, "argv", ["main.py", *TOY, *overrides])
+        try:
+            status = launch("grpo", GRPOConfig, train, check)
+        except SystemExit as end:
+            status = end.code
+        return status, *capsys.readouterr()
+
+    return run
 
 
 def lines(path: Path) -> list[dict]:
@@ -96,64 +122,101 @@ def test_the_run_folder_holds_what_the_contract_lists(toy_run):
     assert model.config.vocab_size >= len(tokenizer)
 
 
-def test_on_policy_means_staleness_zero_and_engines_that_agree(tmp_path):
-    result = grpo(
-        "--output_dir", str(tmp_path / "run"), "--training.max_staleness", "0", "--training.steps", "4",
-        "--eval.samples", "0", "--generator.num_replicas", "2",
+def on_terminal(*arguments: str) -> tuple[int, bytes]:
+    """The program under a pseudo-terminal: its exit status, and what it drew."""
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.chdir(ROOT)
+        os.environ["TERM"] = "xterm"
+        os.execv(COMMAND[0], [*COMMAND, *arguments])
+    shown = b""
+    try:
+        while block := os.read(terminal, 65536):
+            shown += block
+    except OSError:  # the other end is closed
+        pass
+    finally:
+        os.close(terminal)
+    _, status = os.waitpid(pid, 0)
+    return os.waitstatus_to_exitcode(status), shown
+
+
+@pytest.fixture(scope="module")
+def on_policy_run(tmp_path_factory):
+    """Four strictly on-policy steps with two generators and a reference model, on a terminal."""
+    folder = tmp_path_factory.mktemp("on_policy") / "run"
+    status, shown = on_terminal(
+        "--output_dir", str(folder), "--training.max_staleness", "0", "--training.steps", "4", "--eval.samples", "0",
+        "--generator.num_replicas", "2", "--grpo.beta", "0.1", "--ref_model.with_gpus", "false",
     )  # fmt: skip
-    assert result.returncode == 0, result.stderr[-3000:]
-    steps = steps_of(tmp_path / "run")
+    assert status == 0, shown[-3000:].decode()
+    return folder, shown
+
+
+def test_on_policy_means_staleness_zero_and_engines_that_agree(on_policy_run):
+    steps = steps_of(on_policy_run[0])
     assert [m["policy/staleness_max"] for m in steps] == [0, 0, 0, 0]
     # Fails if a generator misses an update: at this learning rate one step moves log-probabilities by 0.05 and more.
     assert max(m["mismatch/logprob_diff"] for m in steps) < 1e-4
 
 
-def test_a_reference_model_is_asked_when_beta_is_set(tmp_path):
-    result = grpo(
-        "--output_dir", str(tmp_path / "run"), "--training.steps", "3", "--eval.samples", "0", "--grpo.beta", "0.1",
-        "--ref_model.with_gpus", "false", "--training.max_staleness", "0",
-    )  # fmt: skip
-    assert result.returncode == 0, result.stderr[-3000:]
-    kl = [m["kl/ref"] for m in steps_of(tmp_path / "run")]
+def test_a_reference_model_is_asked_when_beta_is_set(on_policy_run):
+    kl = [m["kl/ref"] for m in steps_of(on_policy_run[0])]
     assert abs(kl[0]) < 1e-6 < kl[2]  # nothing has been learned before the first step
 
 
-def test_the_same_command_again_resumes(tmp_path):
-    folder = tmp_path / "run"
-    common = ["--output_dir", str(folder), "--eval.samples", "8", "--checkpoint.interval", "15"]
-    assert grpo(*common, "--training.steps", "35").returncode == 0
-    again = grpo(*common, "--training.steps", "37")
-    assert again.returncode == 0, again.stderr[-3000:]
-    assert "resuming after step 35" in again.stdout
-    assert [m["step"] for m in steps_of(folder)] == list(range(1, 38))
-    rewards = [m["reward/mean"] for m in steps_of(folder)]
-    assert rewards[35] > 0.5 * rewards[34] > 0.2  # what was learned is still there: the start was 0.08
-    assert [m["step"] for m in lines(folder / "metrics.jsonl") if "eval/reward" in m] == [0, 20, 35, 37]
-    rollouts = [r for r in lines(folder / "rollouts.jsonl") if r["kind"] == "train"]
-    assert len({r["group"] for r in rollouts}) == len({(r["group"], r["step"]) for r in rollouts}) == 37 * 8
-    refused = grpo(*common, "--checkpoint.resume", "never")
-    assert refused.returncode == 2
-    assert "holds a run" in refused.stderr
-    assert "Traceback" not in refused.stderr
+def test_on_a_terminal_the_numbers_are_drawn(on_policy_run):
+    assert b"reward" in on_policy_run[1]
+    assert b"step 4/4" in on_policy_run[1]
 
 
-def test_interrupted_it_writes_a_checkpoint_and_leaves_nothing_behind(tmp_path):
-    folder = tmp_path / "run"
+INTERRUPTED = ["--eval.samples", "8", "--eval.interval", "20", "--checkpoint.interval", "15"]
+
+
+@pytest.fixture(scope="module")
+def interrupted(tmp_path_factory):
+    """A long run after Ctrl-C: its folder, exit status and output, and its process group."""
+    folder = tmp_path_factory.mktemp("interrupted") / "run"
     process = subprocess.Popen(
-        [*COMMAND, "--output_dir", str(folder), "--training.steps", "100000", "--eval.samples", "0"],
+        [*COMMAND, "--output_dir", str(folder), "--training.steps", "100000", *INTERRUPTED],
         cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
     )  # fmt: skip
     deadline = time.monotonic() + 180
-    while (time.monotonic() < deadline and not (folder / "metrics.jsonl").exists()) or len(steps_of(folder)) < 3:
+    while (time.monotonic() < deadline and not (folder / "metrics.jsonl").exists()) or len(steps_of(folder)) < 25:
         assert process.poll() is None, process.communicate()[0][-3000:]
-        time.sleep(0.2)
+        time.sleep(0.1)
     os.killpg(process.pid, signal.SIGINT)  # as a terminal does: the children get it too
     out, _ = process.communicate(timeout=60)
-    assert process.returncode == 130, out[-3000:]
+    return folder, process.returncode, out, process.pid
+
+
+def test_interrupted_it_writes_a_checkpoint_and_leaves_nothing_behind(interrupted):
+    folder, status, out, group = interrupted
+    assert status == 130, out[-3000:]
     assert "Traceback" not in out
-    assert [p for p in (folder / "checkpoints").iterdir() if p.name.startswith("step-")]
+    assert (folder / "checkpoints" / f"step-{steps_of(folder)[-1]['step']}").is_dir()
     with pytest.raises(ProcessLookupError):
-        os.killpg(process.pid, 0)
+        os.killpg(group, 0)
+
+
+def test_the_same_command_again_resumes(interrupted, in_process):
+    folder = interrupted[0]
+    done = steps_of(folder)[-1]["step"]
+    common = ["--output_dir", str(folder), *INTERRUPTED]
+    again = grpo(*common, "--training.steps", str(done + 2))
+    assert again.returncode == 0, again.stderr[-3000:]
+    assert f"resuming after step {done}" in again.stdout
+    assert [m["step"] for m in steps_of(folder)] == list(range(1, done + 3))
+    rewards = [m["reward/mean"] for m in steps_of(folder)]
+    assert rewards[done] > 0.5 * rewards[done - 1] > 0.15  # what was learned is still there: the start was 0.08
+    evaluated = [m["step"] for m in lines(folder / "metrics.jsonl") if "eval/reward" in m]
+    assert evaluated == sorted({0, 20, done + 2})
+    rollouts = [r for r in lines(folder / "rollouts.jsonl") if r["kind"] == "train"]
+    groups = len({r["group"] for r in rollouts})
+    assert groups == len({(r["group"], r["step"]) for r in rollouts}) == (done + 2) * 8
+    status, _, err = in_process(*common, "--checkpoint.resume", "never")
+    assert status == 2
+    assert "holds a run" in err
 
 
 class WantsValues(nn.Module):
@@ -177,14 +240,14 @@ def test_a_reward_that_always_fails_ends_the_run_with_the_first_failure(tmp_path
     assert "the reward's own mistake" in result.stderr
 
 
-def test_a_dry_run_checks_and_starts_nothing(tmp_path):
-    result = grpo("--output_dir", str(tmp_path / "run"), "--dry_run")
-    assert (result.returncode, result.stderr) == (0, "")
-    assert "8 prompts × 8 samples" in result.stdout
+def test_a_dry_run_checks_and_starts_nothing(tmp_path, in_process):
+    status, out, err = in_process("--output_dir", str(tmp_path / "run"), "--dry_run")
+    assert (status, err) == (0, "")
+    assert "8 prompts × 8 samples" in out
     assert not (tmp_path / "run").exists()
-    wrong = grpo("--dry_run", "--dataset.path", "/nowhere/data.jsonl")
-    assert wrong.returncode == 2
-    assert "/nowhere/data.jsonl" in wrong.stderr
+    status, _, err = in_process("--dry_run", "--dataset.path", "/nowhere/data.jsonl")
+    assert status == 2
+    assert "/nowhere/data.jsonl" in err
 
 
 def test_the_custom_reward_and_loss_learn_their_task(tmp_path):
@@ -196,26 +259,6 @@ def test_the_custom_reward_and_loss_learn_their_task(tmp_path):
     rewards = [m["reward/Vowels"] for m in steps_of(folder)]
     assert rewards[0] < 0.2
     assert sum(rewards[-5:]) / 5 > 0.8
-
-
-def test_on_a_terminal_the_numbers_are_drawn(tmp_path):
-    """Under a pseudo-terminal the live display shows the bar and the reward."""
-    pid, terminal = pty.fork()
-    if pid == 0:
-        os.chdir(ROOT)
-        os.environ["TERM"] = "xterm"
-        arguments = ["--output_dir", str(tmp_path / "run"), "--training.steps", "5", "--eval.samples", "0"]
-        os.execv(COMMAND[0], [*COMMAND, *arguments])
-    shown = b""
-    try:
-        while block := os.read(terminal, 65536):
-            shown += block
-    except OSError:  # the other end is closed
-        pass
-    _, status = os.waitpid(pid, 0)
-    assert os.waitstatus_to_exitcode(status) == 0
-    assert b"reward" in shown
-    assert b"step 5/5" in shown
 
 
 @pytest.mark.parametrize(
@@ -241,17 +284,22 @@ def test_on_a_terminal_the_numbers_are_drawn(tmp_path):
         (["--output_dir", "/proc/run"], "/proc/run"),
     ],
 )
-def test_wrong_input_ends_with_status_2_before_anything_starts(tmp_path, overrides, message):
+def test_wrong_input_ends_with_status_2_before_anything_starts(tmp_path, in_process, overrides, message):
     (tmp_path / "empty.jsonl").write_text("")
     (tmp_path / "columns.jsonl").write_text('{"a": 1, "b": 2}\n')
     (tmp_path / "torn.jsonl").write_text('{"question": "1", "answer": "1"}\n{"question": \n')
     (tmp_path / "gpt2").mkdir()
     (tmp_path / "gpt2" / "config.json").write_text('{"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2"}')
     overrides = [o.replace("{tmp}", str(tmp_path)) for o in overrides]
-    started = time.monotonic()
-    given = overrides if "--output_dir" in overrides else [*overrides, "--output_dir", str(tmp_path / "run")]
-    result = grpo(*given)
-    assert result.returncode == 2, result.stderr[-2000:]
-    assert message in result.stderr
+    status, _, err = in_process("--output_dir", str(tmp_path / "run"), *overrides)
+    assert status == 2
+    assert message in err
+    assert "Traceback" not in err
+
+
+def test_the_program_passes_the_status_and_the_message_on(tmp_path):
+    result = grpo("--output_dir", str(tmp_path / "run"), "--dataset.path", "/nowhere/data.jsonl")
+    assert result.returncode == 2
+    assert result.stderr.startswith("error: ")
+    assert "/nowhere/data.jsonl" in result.stderr
     assert "Traceback" not in result.stderr
-    assert time.monotonic() - started < 60
