@@ -108,7 +108,7 @@ def conversation_reader(source: Any, *, label: str, needs_assistant: bool = True
     return reader
 
 
-MEND = "mend or remove the row, or drop all such rows and count them with invalid_rows: drop in the data set's section."
+MEND = "mend or remove the row, or set invalid_rows: drop for this data set, which drops and counts such rows."
 
 
 def worked_problem(problem: Row, *, system_prompt: str | None = None) -> Conversation:

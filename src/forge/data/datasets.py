@@ -233,6 +233,7 @@ _REASONS = {
     "too_long": "too long",
     "held_out": "held out for evaluation",
     "incomplete": "without a question or an answer",
+    "no_assistant": "without an assistant turn",
     "nothing_trained": "of which truncation left nothing to train on",
 }
 

@@ -220,7 +220,7 @@ def build_documents(
         for one, source in zip(sets, opened, strict=True)
     ]
     for stream in streams:
-        _check(stream, maker, seq_len)
+        _check(stream, maker, dataset.truncate, seq_len)
     return DocumentStream(streams, weights=[config.weight for config in dataset.sources]), list(held_out.values())
 
 
@@ -249,7 +249,8 @@ class _Set:
             raise InvalidRow(f"{conversation.id}: {error} Fix: {MEND}", reason=error.reason) from error
 
 
-def _check(stream: SampleStream[Conversation, Document], maker: DocumentMaker, seq_len: int) -> None:
+def _check(stream: SampleStream[Conversation, Document], maker: DocumentMaker, truncate: str, seq_len: int) -> None:
+    """Makes the first samples, so that what is wrong with all of them is told before the start."""
     try:
         stream.check(_CHECKED_SAMPLES)
     except InvalidRow:
@@ -260,7 +261,7 @@ def _check(stream: SampleStream[Conversation, Document], maker: DocumentMaker, s
             raise
         raise DataError(
             f"{error} training.seq_len is {seq_len} tokens, and the shortest of the long samples has {shortest}. "
-            f"Fix: --training.seq_len {shortest} or more, or another side in dataset.truncate."
+            f"Fix: --training.seq_len {shortest}, or --dataset.truncate {'right' if truncate != 'right' else 'left'}."
         ) from None
 
 
