@@ -35,10 +35,11 @@ class NothingLeftToLearn(Exception):
 
 @dataclasses.dataclass(kw_only=True, slots=True)
 class GeneratorWork:
-    """Tokens that all generators sampled, and seconds that one was busy on average."""
+    """Tokens that all generators sampled, and seconds that one was busy, or without work, on average."""
 
     tokens: float
     busy_s: float
+    idle_s: float
 
 
 async def train(run: Run[GRPOConfig]) -> None:
@@ -99,7 +100,7 @@ class Grpo:
         self.replaced: list[Group] = []  # since the last step: judged, and not trained for want of a difference
         self.steps_done = self.generator_version = run.start_step
         self.step_ended = time.perf_counter()
-        self.work_so_far = GeneratorWork(tokens=0, busy_s=0.0)
+        self.work_so_far = GeneratorWork(tokens=0, busy_s=0.0, idle_s=0.0)
         self.syncing: asyncio.Task[None] | None = None
 
     async def train(self) -> None:
@@ -186,8 +187,9 @@ class Grpo:
         metrics, parts = self.run.metrics, self.parts
         metrics.update({"buffer/waiting": len(self.buffer), "buffer/running": self.buffer.running})
         stale_before = self.buffer.stale
-        with metrics.timer("time/wait_rollouts"):
-            groups = await self.run.unless_stopped(self.next_groups(step))
+        began = time.perf_counter()
+        groups = await self.run.unless_stopped(self.next_groups(step))
+        waited = time.perf_counter() - began
         trained = [g for g in groups if g.has_signal]
         replaced, self.replaced = self.replaced, []
         self.run.rollouts.write(step + 1, [*replaced, *groups])
@@ -207,6 +209,9 @@ class Grpo:
         metrics.update(
             {
                 "time/step": seconds,
+                "time/wait_rollouts": waited,
+                "time/trainer_idle": waited / seconds,
+                "time/generator_idle": (before.idle_s + during.idle_s) / seconds,
                 "time/generate": before.busy_s + during.busy_s,
                 "time/generate_while_training": during.busy_s,
                 "policy/version": self.generator_version,
@@ -281,17 +286,24 @@ class Grpo:
         """What the generators did since the last call."""
         stats = await self.parts.generator.stats.fanout()
         total = GeneratorWork(
-            tokens=sum(s["generated_tokens"] for s in stats), busy_s=sum(s["busy_s"] for s in stats) / len(stats)
+            tokens=sum(s["generated_tokens"] for s in stats),
+            busy_s=sum(s["busy_s"] for s in stats) / len(stats),
+            idle_s=sum(s["idle_s"] for s in stats) / len(stats),
         )
         last, self.work_so_far = self.work_so_far, total
         # A replacement of a replica that died counts from 0.
-        return GeneratorWork(tokens=max(0.0, total.tokens - last.tokens), busy_s=max(0.0, total.busy_s - last.busy_s))
+        return GeneratorWork(
+            tokens=max(0.0, total.tokens - last.tokens),
+            busy_s=max(0.0, total.busy_s - last.busy_s),
+            idle_s=max(0.0, total.idle_s - last.idle_s),
+        )
 
     async def evaluate_baseline(self) -> None:
         """The held-out measures before training; a resumed run has them from its checkpoint, or never took them."""
         if self.parts.heldout and not self.steps_done:
             self.baseline = await self.evaluate(0)
         self.step_ended = time.perf_counter()
+        await self.generator_work()  # what was done so far belongs to no step
 
     async def evaluate(self, step: int) -> dict[str, float]:
         """Held-out problems, greedily, under the weights after step `step`."""

@@ -45,6 +45,18 @@ class Peer(ForgeActor):
     async def publish(self, version, seed=None, dtype=None):
         return await self.store.publish(version, weights_of(seed or version).items(), dtype=dtype)
 
+    async def publish_all_but_norm(self, version, seed):
+        """The weights of `seed` for the second time, with another norm."""
+        named = {**weights_of(seed), "norm": torch.full((7,), -1.0)}
+        return await self.store.publish(version, named.items(), unchanged=named.keys() - {"norm"})
+
+    async def has_new_norm(self, version, seed):
+        named = await self.store.fetch(version)
+        norm = named.pop("norm")
+        expected = weights_of(seed)
+        del expected["norm"]
+        return bool((norm == -1).all()) and all(torch.equal(named.pop(k), v) for k, v in expected.items()) and not named
+
     async def publish_and_break_off(self, version):
         def source():
             for i, named in enumerate(weights_of(version).items()):
@@ -168,6 +180,17 @@ def test_publishing_a_number_again_replaces_it(cluster):
     cluster.run(cluster.trainer.publish.call(version, seed=999))
     assert cluster.run(cluster.store.versions()).count(version) == 1
     assert cluster.run(cluster.generators[0].fetch_is_right.call(version, seed=999))
+
+
+def test_what_is_unchanged_is_not_sent_again_and_outlives_the_version_it_was_sent_with(cluster):
+    first, *later = [cluster.new_version() for _ in range(4)]
+    sent = cluster.run(cluster.trainer.publish.call(first))["bytes_sent"]
+    assert sent >= 9 * 64 * 1000 * 4
+    for version in later:
+        again = cluster.run(cluster.trainer.publish_all_but_norm.call(version, seed=first))["bytes_sent"]
+        assert again < sent / 2  # the norm, and the last chunk's other tensors, of which it held most
+    assert cluster.run(cluster.store.versions()) == later[1:]
+    assert cluster.run(cluster.generators[0].has_new_norm.call(later[-1], seed=first))
 
 
 def test_a_fetcher_that_writes_into_its_tensors_does_not_change_the_version(cluster):

@@ -76,7 +76,7 @@ class World:
             endpoints = {name: Endpoint(f) for name, f in methods.items()}
             return types.SimpleNamespace(health=lambda: {"healthy": 1}, **endpoints)
 
-        stats = {"generated_tokens": 0, "busy_s": 0.0}
+        stats = {"generated_tokens": 0, "busy_s": 0.0, "idle_s": 0.0}
         return Parts(
             samples=self.samples,
             heldout=[],

@@ -105,6 +105,45 @@ def test_a_name_that_occurs_twice_is_refused():
         pack([("w", torch.zeros(1)), ("w", torch.zeros(1))], chunk_bytes=64)
 
 
+def pack_after(old, named, unchanged, *, chunk_bytes):
+    """Like `pack`, for a version that comes after `old`."""
+    manifest, chunks = Manifest(version=8), []
+    packer = Packer(iter(named), manifest, reusable=old.reusable(unchanged))
+    packer.advance()
+    while packer.bytes_of_next() is not None:
+        memory = torch.zeros(chunk_bytes, dtype=torch.uint8)
+        nbytes, checksum = packer.fill(memory)
+        chunks.append(memory[:nbytes])
+        manifest.chunks.append(Chunk(key=f"8/{len(chunks) - 1}", nbytes=nbytes, checksum=checksum))
+    packer.refer_to(old)
+    return manifest, chunks
+
+
+def test_unchanged_tensors_are_referred_to_where_they_are():
+    frozen = {f"frozen{i}": torch.full((16,), float(i)) for i in range(3)}
+    old, old_chunks = pack([*frozen.items(), ("w", torch.zeros(48))], chunk_bytes=192)
+    manifest, chunks = pack_after(old, [*frozen.items(), ("w", torch.ones(48))], set(frozen), chunk_bytes=192)
+    assert [c.key for c in manifest.chunks] == ["8/0", "7/0"]
+    assert same(unpack(manifest, [*chunks, old_chunks[0]]), {**frozen, "w": torch.ones(48)})
+
+
+def test_a_chunk_with_little_that_is_unchanged_is_not_kept_for_it():
+    old, _ = pack([("frozen", torch.zeros(16)), ("w", torch.zeros(48))], chunk_bytes=256)
+    manifest, chunks = pack_after(
+        old, [("frozen", torch.zeros(16)), ("w", torch.ones(48))], {"frozen"}, chunk_bytes=256
+    )
+    assert [c.key for c in manifest.chunks] == ["8/0"]
+    assert same(unpack(manifest, chunks), {"frozen": torch.zeros(16), "w": torch.ones(48)})
+
+
+def test_what_is_called_unchanged_but_has_another_shape_or_dtype_or_is_new_is_packed():
+    old, _ = pack([("a", torch.zeros(16)), ("b", torch.zeros(16))], chunk_bytes=128)
+    new = {"a": torch.ones(4, 4), "b": torch.ones(16, dtype=torch.int32), "c": torch.ones(2)}
+    manifest, chunks = pack_after(old, new.items(), set(new), chunk_bytes=256)
+    assert [c.key for c in manifest.chunks] == ["8/0"]
+    assert same(unpack(manifest, chunks), new)
+
+
 def test_one_flipped_bit_is_noticed_and_the_message_says_which_tensors():
     manifest, chunks = pack(MIXED.items(), chunk_bytes=1 << 20)
     chunks[0][5] ^= 1

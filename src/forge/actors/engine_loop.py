@@ -108,8 +108,8 @@ class EngineLoop:
         self._promises: set[_Promise[Any]] = set()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._counts = (0, 0)
-        self._busy_s = 0.0
-        self._started_at = time.perf_counter()
+        self._busy_s = self._idle_s = 0.0
+        self._idle_since: float | None = None
 
     async def start(self) -> None:
         """Builds the engine and returns when it is ready. Raises what building it raised."""
@@ -168,13 +168,16 @@ class EngineLoop:
         return await self._post(run)
 
     def stats(self) -> dict[str, float]:
-        """`busy_s` and `idle_s`, seconds in and between the steps since the engine was ready, and how many sequences
-        were `running` and `waiting` after the last step. Raises EngineStopped when there will be no more steps."""
+        """Since the engine was ready: `busy_s`, seconds in its steps, and `idle_s`, seconds without anything to do (the
+        rest went into swapping weights and the like). And how many sequences were `running` and `waiting` after the
+        last step. Raises EngineStopped when there will be no more steps."""
         with self._wake:
             self._check_open()
-        elapsed = time.perf_counter() - self._started_at
+            idle_s = self._idle_s
+            if self._idle_since is not None:
+                idle_s += time.perf_counter() - self._idle_since
         running, waiting = self._counts
-        return {"busy_s": self._busy_s, "idle_s": elapsed - self._busy_s, "running": running, "waiting": waiting}
+        return {"busy_s": self._busy_s, "idle_s": idle_s, "running": running, "waiting": waiting}
 
     async def stop(self) -> None:
         """Ends the thread after the step it is in; what is unfinished raises EngineStopped. Safe to call twice."""
@@ -212,7 +215,6 @@ class EngineLoop:
         engine: Engine | None = None
         try:
             engine = self._make_engine()
-            self._started_at = time.perf_counter()
             while (jobs := self._next_jobs(engine)) is not None:
                 for job in jobs:
                     job(engine)
@@ -228,7 +230,10 @@ class EngineLoop:
     def _next_jobs(self, engine: Engine) -> list[Callable[[Engine], None]] | None:
         with self._wake:
             while not (self._inbox or self._stopping or engine.busy):
+                self._idle_since = time.perf_counter()
                 self._wake.wait()
+                self._idle_s += time.perf_counter() - self._idle_since
+                self._idle_since = None
             if self._stopping:
                 return None
             jobs = list(self._inbox)

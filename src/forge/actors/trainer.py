@@ -22,6 +22,7 @@ from forge.actors.trainer_state import read_state, write_state
 from forge.config import CorrectionConfig, GRPOTrainingConfig, ParallelismConfig, TrainingConfig
 from forge.losses import AVAILABLE, ImportanceCorrection, build_loss
 from forge.models.build import load_model
+from forge.models.flops import peak_flops, training_flops
 from forge.models.loaded import LoadedModel
 from forge.objective import Objective, OneRank, Ranks
 from forge.packing import pack
@@ -91,12 +92,14 @@ class Trainer(ForgeActor):
             built.to(self._device), entropy_coef=training.entropy_coef, correction=build_correction(correction)
         )
         self._parameters = [p for p in self._model.module.parameters() if p.requires_grad]
+        self._peak_flops = peak_flops(self._device, self._model.dtype)
         self._optimizer = torch.optim.AdamW(
             self._parameters, lr=training.learning_rate, weight_decay=training.weight_decay, fused=True
         )
         self._weights = weights
         self._weights_dtype = getattr(torch, weights_dtype)
         self._outgoing: dict[str, Tensor] = {}
+        self._changed: set[str] = set()  # of these, what is not yet published
         self._metrics: dict[str, float] = {}
         self.step = 0
 
@@ -150,7 +153,8 @@ class Trainer(ForgeActor):
             group["lr"] = rate
         self._optimizer.step()
         self.step += 1
-        unique = self._ranks.sum(torch.tensor(float(sum(r.num_tokens for r in rows)), device=self._device))
+        mine_done = [sum(r.num_tokens for r in packed), training_flops(self._model.architecture, packed)]
+        tokens, flops = self._ranks.sum(torch.tensor(mine_done, dtype=torch.float64, device=self._device)).tolist()
         seconds = time.perf_counter() - started
         self._metrics = {
             **outcome.metrics,
@@ -159,7 +163,8 @@ class Trainer(ForgeActor):
             "grad_norm": norm,
             "lr": rate,
             "time/train": seconds,
-            "throughput/train_tokens_per_s": float(unique) / seconds,
+            "throughput/train_tokens_per_s": tokens / seconds,
+            "throughput/mfu": flops / seconds / (self._peak_flops * self._world_size),
         }
         return outcome.loss
 
@@ -179,15 +184,19 @@ class Trainer(ForgeActor):
         started = time.perf_counter()
         keep = self._rank == 0
         for name, tensor in self._model.hf_tensors(self._weights_dtype):
-            if keep:
+            if keep and not _equal(self._outgoing.get(name), tensor):
                 self._outgoing[name] = _copy_into(self._outgoing.get(name), tensor)
+                self._changed.add(name)
         return time.perf_counter() - started
 
     async def push_weights(self, version: int) -> float:
-        """Publishes the collected copy as `version`; returns the seconds it took."""
+        """Publishes the collected copy as `version`; returns the seconds it took. What has not changed since the last
+        push, such as frozen weights, is not sent again."""
         started = time.perf_counter()
         if self._rank == 0 and self._weights is not None:
-            await self._weights.publish(version, self._outgoing.items())
+            unchanged = self._outgoing.keys() - self._changed
+            await self._weights.publish(version, self._outgoing.items(), unchanged=unchanged)
+            self._changed.clear()
         return time.perf_counter() - started
 
     def save(self, folder: str) -> None:
@@ -218,6 +227,10 @@ class Trainer(ForgeActor):
     @property
     def _rank(self) -> int:
         return dist.get_rank() if dist.is_initialized() else 0
+
+    @property
+    def _world_size(self) -> int:
+        return dist.get_world_size() if dist.is_initialized() else 1
 
     def _named_state(self) -> dict[str, Tensor]:
         """Every tensor that a continued run needs, by a name that does not depend on the layout."""
@@ -264,6 +277,13 @@ def learning_rate_factor(step: int, training: TrainingConfig) -> float:
     if training.lr_schedule == "cosine":
         return 0.5 * (1.0 + math.cos(math.pi * min(done, 1.0)))
     return 1.0
+
+
+def _equal(buffer: Tensor | None, tensor: Tensor) -> bool:
+    """Whether the buffer holds the tensor's values already; for one that was trained, a look at its beginning tells."""
+    if buffer is None or not torch.equal(buffer.view(-1)[:64], tensor.detach().reshape(-1)[:64].cpu()):
+        return False
+    return torch.equal(buffer, tensor.detach().cpu())
 
 
 def _copy_into(buffer: Tensor | None, tensor: Tensor) -> Tensor:

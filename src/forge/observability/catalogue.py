@@ -58,8 +58,17 @@ CATALOGUE: dict[str, MetricInfo] = {
         "tokens trained on, shared prompts once, per second of training", "1/s", "last"
     ),
     "throughput/generate_tokens_per_s": MetricInfo("tokens sampled, per second of the whole step", "1/s", "last"),
+    "throughput/mfu": MetricInfo(
+        "useful floating-point operations of training, over what matrix products alone reach in the same seconds",
+        "",
+        "last",
+    ),
     "time/step": MetricInfo("from one step's end to the next", "s", "sum"),
     "time/wait_rollouts": MetricInfo("the trainer waited for groups", "s", "sum"),
+    "time/trainer_idle": MetricInfo("share of the step in which the trainer waited for groups", "", "last"),
+    "time/generator_idle": MetricInfo(
+        "share of the step in which the generators had no request (their mean)", "", "last"
+    ),
     "time/train": MetricInfo("forward, backward and optimizer", "s", "sum"),
     "time/push_weights": MetricInfo("the trainer published the new weights", "s", "sum"),
     "time/pull_weights": MetricInfo("the generators took them over", "s", "sum"),

@@ -29,6 +29,9 @@ _SHOWN: dict[str, tuple[str, str]] = {
     "completion/mean_len": ("length", ".1f"),
     "throughput/train_tokens_per_s": ("train tok/s", ",.0f"),
     "throughput/generate_tokens_per_s": ("generate tok/s", ",.0f"),
+    "throughput/mfu": ("mfu", ".0%"),
+    "time/trainer_idle": ("trainer idle", ".0%"),
+    "time/generator_idle": ("generator idle", ".0%"),
     "time/step": ("s/step", ".1f"),
 }
 _SUMMARY_ORDER = ("eval/accuracy", "eval/reward", "eval/loss")

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass, field, replace
 
 import torch
 import xxhash
@@ -84,6 +84,15 @@ class Manifest:
                 piece = flat[entry.offset : entry.offset + entry.nbytes]
                 yield entry.name, piece.view(entry.dtype).view(entry.shape)
 
+    def reusable(self, unchanged: Collection[str]) -> dict[str, Entry]:
+        """The entries of `unchanged` whose chunks are worth keeping: those which mostly consist of such entries."""
+        held = dict.fromkeys(range(len(self.chunks)), 0)
+        for entry in self.entries:
+            held[entry.chunk] += entry.nbytes if entry.name in unchanged else 0
+        return {
+            e.name: e for e in self.entries if e.name in unchanged and 2 * held[e.chunk] >= self.chunks[e.chunk].nbytes
+        }
+
 
 def checksum_of(flat: Tensor) -> int:
     """XXH3 (64 bits) of the bytes of a uint8 tensor; lets other threads run."""
@@ -94,25 +103,49 @@ class Packer:
     """Packs named tensors into flat chunks and writes down where each is.
 
     Consumes the iterable, one tensor ahead of what has been packed; produces the entries of `manifest`.
+
+    Args:
+        dtype: what floating-point tensors are converted to; None leaves them as they are.
+        reusable: entries of an older manifest whose tensors are not packed again, as long as shape and dtype agree.
     """
 
     def __init__(
-        self, named_tensors: Iterable[tuple[str, Tensor]], manifest: Manifest, *, dtype: torch.dtype | None = None
+        self,
+        named_tensors: Iterable[tuple[str, Tensor]],
+        manifest: Manifest,
+        *,
+        dtype: torch.dtype | None = None,
+        reusable: dict[str, Entry] | None = None,
     ) -> None:
         self._source = iter(named_tensors)
         self._manifest = manifest
         self._dtype = dtype
+        self._reusable = reusable or {}
         self._names: set[str] = set()
         self._next: tuple[str, Tensor] | None = None
+        self.reused: list[Entry] = []
 
     def advance(self) -> None:
-        """Takes the next tensor from the source."""
-        self._next = next(self._source, None)
-        if self._next is not None:
-            name = self._next[0]
+        """Takes the next tensor that has to be packed from the source."""
+        while (taken := next(self._source, None)) is not None:
+            name, tensor = taken
             if name in self._names:
                 raise ValueError(f"The name {name!r} occurs twice among the weights; each must be unique.")
             self._names.add(name)
+            there = self._reusable.get(name)
+            if there is None or (there.shape, there.dtype) != (tuple(tensor.shape), self._target(tensor)):
+                break
+            self.reused.append(there)
+        self._next = taken
+
+    def refer_to(self, old: Manifest) -> None:
+        """Adds what was reused, and the chunks of `old` that hold it, to the manifest."""
+        index_here: dict[int, int] = {}
+        for entry in self.reused:
+            if entry.chunk not in index_here:
+                index_here[entry.chunk] = len(self._manifest.chunks)
+                self._manifest.chunks.append(old.chunks[entry.chunk])
+            self._manifest.entries.append(replace(entry, chunk=index_here[entry.chunk]))
 
     def bytes_of_next(self) -> int | None:
         """What the next tensor takes, or None after the last."""

@@ -12,7 +12,7 @@ import logging
 import os
 import time
 import uuid
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -97,7 +97,12 @@ class WeightStore:
         return store
 
     async def publish(
-        self, version: int, named_tensors: Iterable[tuple[str, Tensor]], *, dtype: torch.dtype | None = None
+        self,
+        version: int,
+        named_tensors: Iterable[tuple[str, Tensor]],
+        *,
+        dtype: torch.dtype | None = None,
+        unchanged: Collection[str] = (),
     ) -> dict[str, float]:
         """Makes `named_tensors` the newest version; a version of the same number is replaced.
 
@@ -105,9 +110,11 @@ class WeightStore:
 
         Args:
             dtype: what floating-point tensors are converted to on the way; None leaves them as they are.
+            unchanged: names whose values are those of the version published last. They are not sent again: the new
+                version refers to the memory of that one.
 
         Returns:
-            `{"seconds", "bytes"}`.
+            `{"seconds", "bytes", "bytes_sent"}`.
 
         Raises:
             ValueError: a name occurs twice, or there is no tensor at all.
@@ -119,13 +126,21 @@ class WeightStore:
             old = await self._index()
             await self._clean_up(client, old)
             manifest = Manifest(version=version)
-            await self._put_chunks(client, manifest, named_tensors, dtype)
+            last = old[-1] if old else Manifest(version=version)
+            packer = Packer(named_tensors, manifest, dtype=dtype, reusable=last.reusable(unchanged))
+            await self._put_chunks(client, manifest, packer)
+            sent = manifest.nbytes
+            packer.refer_to(last)
+            if not manifest.entries:
+                raise ValueError(f"version {version} has no tensors: there is nothing to publish.")
             new = [*(m for m in old if m.version != version), manifest][-self._keep :]
             await client.put_object(_INDEX, new)
-        return {"seconds": time.perf_counter() - started, "bytes": float(manifest.nbytes)}
+        seconds = time.perf_counter() - started
+        return {"seconds": seconds, "bytes": float(manifest.nbytes), "bytes_sent": float(sent)}
 
     async def fetch(self, version: int) -> dict[str, Tensor]:
-        """All tensors of `version`, on the CPU, under the names and in the order in which they were published.
+        """All tensors of `version`, on the CPU, under the names and in the order in which they were published; those
+        that were unchanged come last.
 
         On the store's own host they are views of shared memory: nothing is copied, and writing into one changes it for
         this process only. They stay valid for as long as they are held, whatever happens to the version.
@@ -194,10 +209,7 @@ class WeightStore:
             f"There is no version {version} of the weights; those that exist: {exist}. The last {self._keep} are kept."
         )
 
-    async def _put_chunks(
-        self, client: Client, manifest: Manifest, named_tensors: Iterable[tuple[str, Tensor]], dtype: torch.dtype | None
-    ) -> None:
-        packer = Packer(named_tensors, manifest, dtype=dtype)
+    async def _put_chunks(self, client: Client, manifest: Manifest, packer: Packer) -> None:
         await asyncio.to_thread(packer.advance)
         publication = uuid.uuid4().hex[:8]  # a version that is published again must not meet keys of the first
         while (needed := packer.bytes_of_next()) is not None:
@@ -208,8 +220,6 @@ class WeightStore:
             )
             await client.put_flat(chunk.key, memory[:nbytes], handle)
             manifest.chunks.append(chunk)
-        if not manifest.entries:
-            raise ValueError(f"version {manifest.version} has no tensors: there is nothing to publish.")
 
     async def _clean_up(self, client: Client, index: list[Manifest]) -> None:
         """Frees, for the coming publish, what is not in the index: a version that was dropped, or one that was never

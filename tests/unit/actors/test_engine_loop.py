@@ -254,3 +254,22 @@ def test_stopping_fails_what_is_in_flight_closes_the_engine_once_and_may_be_repe
 
 def test_a_loop_that_was_never_started_can_be_stopped() -> None:
     run(EngineLoop(CountingEngine).stop)
+
+
+def test_time_without_requests_is_idle_time_and_time_in_steps_is_not() -> None:
+    async def test() -> None:
+        async with running_loop() as (loop, engine):
+            await asyncio.sleep(0.1)
+            idle = loop.stats()["idle_s"]
+            assert idle >= 0.1  # counted while it lasts
+            engine.gate = threading.Event()
+            generating = asyncio.ensure_future(loop.generate([request("a")]))
+            await until(lambda: len(engine.running) == 1)
+            since = loop.stats()["idle_s"]
+            await asyncio.sleep(0.1)
+            engine.gate.set()
+            await generating
+            assert loop.stats()["busy_s"] >= 0.1
+            assert loop.stats()["idle_s"] - since < 0.1
+
+    run(test)

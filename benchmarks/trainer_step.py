@@ -1,0 +1,165 @@
+"""One optimizer step of SmolLM2-135M on group batches: shared prompts once, packed, and padded.
+
+    OMP_NUM_THREADS=2 python -m benchmarks.trainer_step [--json FILE]
+
+Forward, backward, clipping and AdamW, float32. "padded" computes every place of the [B, P + R] rectangle, as other
+trainers do; "packed" no padding; "shared" each common prefix once, which is what the trainer does. FLOPs are the useful
+ones of unique tokens, the same for the three, so the last column says how much of the machine's matrix-product speed,
+measured just before in the same threads, arrives in learning. Medians of three, the ways alternating.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from benchmarks.report import SMOLLM2, matmul_gflops, median_of, parser, report
+from forge.actors.scoring import Scorer
+from forge.batching import make_batch
+from forge.config import ParallelismConfig
+from forge.losses import build_loss
+from forge.models.build import LoadedModel, load_model
+from forge.models.flops import training_flops
+from forge.objective import Objective, OneRank
+from forge.packing import PackedRow, pack, pack_documents
+from forge.types import Episode, Group
+
+MAX_TOKENS = 4096
+Batch = tuple[dict[str, Tensor], dict[str, Tensor]]
+
+
+def group_batch(*, preamble: int, prompts: int, prompt: int, samples: int, shortest: int, longest: int) -> Batch:
+    """`prompts` groups: all prompts begin with the same `preamble` tokens; responses of evenly spread lengths."""
+    rng = random.Random(0)
+
+    def tokens(count: int) -> list[int]:
+        return [rng.randrange(1000, 40_000) for _ in range(count)]
+
+    start, groups = tokens(preamble), []
+    for index in range(prompts):
+        prompt_ids, episodes = start + tokens(prompt), []
+        for sample in range(samples):
+            length = shortest + (longest - shortest) * sample // max(samples - 1, 1)
+            episodes.append(
+                Episode(
+                    prompt="",
+                    response="",
+                    target="",
+                    prompt_ids=prompt_ids,
+                    response_ids=tokens(length),
+                    generator_logprobs=[-2.0] * length,
+                    response_mask=[True] * length,
+                    advantage=rng.gauss(0, 1),
+                )
+            )
+        groups.append(Group(id=index, sample_id="", episodes=episodes))
+    inputs, targets = make_batch(groups, ranks=1, pad_id=0)
+    return inputs[0], targets[0]
+
+
+def shared(inputs: dict[str, Tensor], targets: dict[str, Tensor]) -> list[PackedRow]:
+    return pack(inputs, targets, max_tokens=MAX_TOKENS, keep_last=False)
+
+
+def packed(inputs: dict[str, Tensor], targets: dict[str, Tensor]) -> list[PackedRow]:
+    return pack(inputs, targets, max_tokens=MAX_TOKENS, share_prefixes=False)
+
+
+def padded(inputs: dict[str, Tensor], targets: dict[str, Tensor]) -> list[PackedRow]:
+    """Every row of the rectangle whole, scored in every response column: the shapes of a padded forward."""
+    width, columns = inputs["tokens"].shape[1], targets["response"].shape[1]
+    every = [list(range(width - columns, width))] * len(inputs["tokens"])
+    rows = pack_documents(inputs["tokens"].tolist(), every, max_tokens=MAX_TOKENS, share_prefixes=False)
+    for row in rows:
+        row.score_col_N.sub_(width - columns)
+    return rows
+
+
+def steps_of(model: LoadedModel, batch: Batch) -> Callable[[list[PackedRow]], float]:
+    """A function that makes one optimizer step over the rows and returns its seconds."""
+    score = Scorer(model, temperature=1.0, device=torch.device("cpu"))
+    objective = Objective(build_loss("grpo"))
+    optimizer = torch.optim.AdamW(model.module.parameters(), lr=1e-6, fused=True)
+    targets = {k: v for k, v in batch[1].items() if k != "response"}
+
+    def step(rows: list[PackedRow]) -> float:
+        started = time.perf_counter()
+        optimizer.zero_grad(set_to_none=True)
+        objective.backward(targets, rows, score=score, ranks=OneRank())
+        torch.nn.utils.clip_grad_norm_(model.module.parameters(), 1.0)
+        optimizer.step()
+        return time.perf_counter() - started
+
+    return step
+
+
+def main() -> None:
+    options = parser(__doc__).parse_args()
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", len(os.sched_getaffinity(0)))))
+    model = load_model(
+        str(SMOLLM2), parallelism=ParallelismConfig(), dtype="float32", device="cpu", seq_len=1024, trainable=True
+    )
+    batches = {
+        "8 × (256 + 16 to 64)": (
+            group_batch(preamble=0, prompts=1, prompt=256, samples=8, shortest=16, longest=64),
+            (shared, packed, padded),
+        ),
+        "8 × (512 + 128)": (
+            group_batch(preamble=0, prompts=1, prompt=512, samples=8, shortest=128, longest=128),
+            (shared,),
+        ),
+        "8 prompts × 16, examples (144 + 20 + 3 to 12)": (
+            group_batch(preamble=144, prompts=8, prompt=20, samples=16, shortest=3, longest=12),
+            (shared,),
+        ),
+    }
+    rows, ceilings = [], []
+    for name, (batch, ways) in batches.items():
+        step = steps_of(model, batch)
+        flops = training_flops(model.architecture, shared(*batch))
+        step(shared(*batch))  # first use of everything
+        seconds: dict[str, list[float]] = {way.__name__: [] for way in ways}
+        for _ in range(3):
+            for way in ways:
+                ceilings.append(matmul_gflops())
+                seconds[way.__name__].append(step(way(*batch)))
+        for way in ways:
+            took = median_of(seconds[way.__name__])
+            computed, unique = (sum(r.num_tokens for r in w(*batch)) for w in (way, shared))
+            rows.append(
+                {
+                    "batch": name,
+                    "way": way.__name__,
+                    "tokens": computed,
+                    "seconds": took,
+                    "unique_per_s": unique / took,
+                    "gflops": flops / took / 1e9,
+                    "share": flops / took / 1e9 / max(ceilings),
+                }
+            )
+    report(
+        "trainer_step",
+        rows,
+        columns={
+            "batch": "prompts and responses, tokens",
+            "way": "way",
+            "tokens": "tokens computed:,",
+            "seconds": "s:.2f",
+            "unique_per_s": "unique tokens/s:,.0f",
+            "gflops": "useful GFLOP/s:.1f",
+            "share": "of the ceiling:.0%",
+        },
+        json_path=options.json,
+        threads=torch.get_num_threads(),
+        ceiling_gflops=max(ceilings),
+    )
+    print(f"ceiling: {max(ceilings):.0f} GFLOP/s in {torch.get_num_threads()} threads")
+
+
+if __name__ == "__main__":
+    main()
