@@ -3,14 +3,14 @@
     python -m benchmarks.grpo_vs_trl [--repetitions 3] [--json FILE]
     python -m benchmarks.grpo_vs_trl --learning 20 [--json FILE]
 
-Both sides: the same prompts in the same order, 4 prompts × 8 samples a step, at most 32 new tokens, the same reward, loss,
-learning rate and number of optimizer steps, float32, each with its best thread setting (TRL: all cores; forge: the
-config's). Two kinds of prompt: the question alone, and 512 tokens with worked examples in front. The reward (the share of
-digits) differs between any two answers, so that no group is skipped by either. Time counts from the moment that
-everything has started to the end of the last step; start-up is reported apart.
+Both sides: the same prompts in the same order, 4 prompts × 8 samples a step, at most 32 new tokens, the same reward,
+loss, learning rate and number of optimizer steps, float32, each with its best thread setting (TRL: all cores; forge:
+the config's). Two kinds of prompt: the question alone, and 512 tokens with worked examples in front. The reward (the
+share of digits) differs between any two answers, so that no group is skipped by either. Time counts from the moment
+that everything has started to the end of the last step; start-up is reported apart.
 
-`--learning N` compares what is learned instead: held-out accuracy, judged by the same engine, after N steps of each side on
-the task of `make grpo` with one worked example.
+`--learning N` compares what is learned instead: held-out accuracy, judged by the same engine, after N steps of each
+side on the task of `make grpo` with one worked example.
 
 TRL generates with transformers here. Its vLLM mode wants a GPU: the server, and the colocated engine, move weights by
 NCCL or CUDA memory.

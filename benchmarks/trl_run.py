@@ -88,7 +88,8 @@ def trl_config(config: GRPOConfig, folder: Path, *, micro_batch: int) -> TRLConf
 
 def main() -> None:
     config = parse_args(GRPOConfig, sys.argv[1:], prog="python -m benchmarks.trl_run").config
-    assert config.loss.name == "grpo" and config.output_dir is not None
+    assert config.loss.name == "grpo"
+    assert config.output_dir is not None
     folder = Path(config.output_dir)
     folder.mkdir(parents=True, exist_ok=True)
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", len(os.sched_getaffinity(0)))))

@@ -187,7 +187,8 @@ class Generator(ForgeActor):
 
         Of the completions that are done: `generated_tokens`, `prompt_tokens` (a prompt counts once for each of its
         samples) and `cached_prompt_tokens`, those among them that did not have to be computed. Seconds in the engine's
-        steps and without anything to do: `busy_s`, `idle_s`. Sequences in flight: `running`, `waiting`. And the weights' `version`.
+        steps and without anything to do: `busy_s`, `idle_s`. Sequences in flight: `running`, `waiting`. And the
+        weights' `version`.
         """
         return {
             **self._loop.stats(),

@@ -17,8 +17,8 @@ _SECONDS = 0.1
 def training_flops(architecture: Architecture, rows: Sequence[PackedRow], *, weights_train: bool = True) -> float:
     """Useful floating-point operations of forward and backward over packed rows: what is in them, once.
 
-    Matrix products of the blocks for every token, visible pairs of attention, and the output layer for the scored hidden
-    states. Nothing that is computed twice to save memory counts, nor padding, norms, softmax or the optimizer.
+    Matrix products of the blocks for every token, visible pairs of attention, and the output layer for the scored
+    hidden states. Nothing that is computed twice to save memory counts, nor padding, norms, softmax or the optimizer.
 
     Args:
         weights_train: False where the matrices are frozen (LoRA), so that no gradient of theirs is taken.
