@@ -82,7 +82,7 @@ def padded(inputs: dict[str, Tensor], targets: dict[str, Tensor]) -> list[Packed
 
 def steps_of(model: LoadedModel, batch: Batch) -> Callable[[list[PackedRow]], float]:
     """A function that makes one optimizer step over the rows and returns its seconds."""
-    score = Scorer(model, temperature=1.0, device=torch.device("cpu"))
+    scorer = Scorer(model, temperature=1.0, device=torch.device("cpu"))
     objective = Objective(build_loss("grpo"))
     optimizer = torch.optim.AdamW(model.module.parameters(), lr=1e-6, fused=True)
     targets = {k: v for k, v in batch[1].items() if k != "response"}
@@ -90,7 +90,7 @@ def steps_of(model: LoadedModel, batch: Batch) -> Callable[[list[PackedRow]], fl
     def step(rows: list[PackedRow]) -> float:
         started = time.perf_counter()
         optimizer.zero_grad(set_to_none=True)
-        objective.backward(targets, rows, score=score, ranks=OneRank())
+        objective.backward(targets, rows, model=scorer, ranks=OneRank())
         torch.nn.utils.clip_grad_norm_(model.module.parameters(), 1.0)
         optimizer.step()
         return time.perf_counter() - started

@@ -11,6 +11,7 @@ plus vLLM's own reload from memory. Medians of three, in turn, after one round t
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import tempfile
 import time
 from collections.abc import Awaitable
@@ -61,6 +62,8 @@ async def plain_client(provisioner: Provisioner) -> Any:
     group = await provisioner.spawn("plain_store")
     strategy = SingletonStrategy()
     controller = group.mesh.spawn("plain_controller", StoreController)
+    with contextlib.suppress(Exception):  # it is not initialized, but now TorchStore is imported there, by one thread
+        await controller.keys.call_one()
     volumes = group.mesh.spawn("plain_volume", StorageVolume, id_func=SingletonStrategy.get_volume_id)
     await controller.init.call(strategy=strategy, num_storage_volumes=1, storage_volumes=volumes)
     await strategy.set_storage_volumes(volumes)
