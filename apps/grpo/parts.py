@@ -17,9 +17,11 @@ from forge.config import GRPOConfig
 from forge.data.datasets import Sample, SampleStream, build_datasets
 from forge.data.rewards import build_rewards
 from forge.data.sources import Row
+from forge.launcher import open_hosts
 from forge.losses import build_loss
 from forge.parts import (
     Services,
+    check_place,
     check_supported,
     describe_model,
     describe_services,
@@ -34,7 +36,7 @@ from forge.parts import (
     say_goodbye,
 )
 from forge.precision import resolve_dtype
-from forge.provisioner import Provisioner, available_gpus, check_gpus
+from forge.provisioner import Provisioner
 from forge.service import ActorHandle, Service
 from forge.types import UserError
 from forge.weights import WeightStore
@@ -78,10 +80,10 @@ def read_inputs(config: GRPOConfig, scratch: Path) -> Inputs:
     Raises:
         UserError: with what to mend.
     """
-    check_supported(config)
+    check_supported(services_of(config))
     if config.services.ref_model is not None:
         refuse_unless("services.ref_model.procs", config.services.ref_model.procs, 1)
-    check_gpus(requests(services_of(config)), len(available_gpus()))
+    check_place(config.launcher, services_of(config))
     folder, tokenizer = read_model(config, scratch, generator=config.services.generator)
     build_rewards(config.rewards)
     try:
@@ -105,18 +107,20 @@ async def start_parts(run: Run[GRPOConfig]) -> AsyncIterator[Parts]:
     """Reads the inputs and starts every actor; when left, ends them all."""
     run.console.phase("reading model and data")
     inputs = await run.unless_stopped(asyncio.to_thread(read_inputs, run.config, run.folder))
-    provisioner = Provisioner(
-        log_dir=run.folder / "logs",
-        restarts=run.config.restarts,
-        on_incident=lambda incident: run.console.warn(str(incident)),
-    )
-    async with provisioner, provisioner.ends_on_failure():
-        provisioner.plan(requests(services_of(run.config)))
-        parts = await start_actors(run, inputs)
-        try:
-            yield parts
-        finally:
-            await say_goodbye([parts.trainer, parts.generator, parts.reward, parts.reference])
+    async with open_hosts(run.config.launcher, run.config.hosts) as hosts:
+        provisioner = Provisioner(
+            hosts=hosts,
+            log_dir=run.folder / "logs",
+            restarts=run.config.restarts,
+            on_incident=lambda incident: run.console.warn(str(incident)),
+        )
+        async with provisioner, provisioner.ends_on_failure():
+            provisioner.plan(requests(services_of(run.config)))
+            parts = await start_actors(run, inputs)
+            try:
+                yield parts
+            finally:
+                await say_goodbye([parts.trainer, parts.generator, parts.reward, parts.reference])
 
 
 async def start_actors(run: Run[GRPOConfig], inputs: Inputs) -> Parts:

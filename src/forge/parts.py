@@ -19,8 +19,9 @@ from forge.models.architectures import (
 )
 from forge.models.hf_folder import WeightFiles, read_config, resolve_folder
 from forge.models.memory import TRAINING_BYTES_PER_PARAMETER
+from forge.placement import Request, place
 from forge.precision import resolve_dtype
-from forge.provisioner import Request
+from forge.provisioner import this_machine
 from forge.service import ActorHandle, Options, Service
 from forge.types import UserError
 
@@ -68,13 +69,27 @@ def model_folder(model: str, run_folder: Path) -> Path:
     return folder if (folder / "model.safetensors").exists() else make_tiny_model(folder)
 
 
-def check_supported(config: RunConfig) -> None:
+def check_supported(services: Services) -> None:
     """Refuses what the config can say and this version cannot do: ignoring it would mislead.
 
     Raises:
         UserError: naming the key.
     """
-    refuse_unless("launcher", config.launcher, "local")
+    for name, service in services.items():
+        if service is not None and name != "trainer":
+            refuse_unless(f"services.{name}.hosts", service.hosts, 1)
+
+
+def check_place(launcher: str, services: Services) -> None:
+    """Whether this machine has room for the services, where it is the only one.
+
+    Other machines are asked what they have once they are attached, before a service starts there.
+
+    Raises:
+        InsufficientResources: see `forge.placement.place`.
+    """
+    if launcher == "local":
+        place(requests(services), [this_machine()])
 
 
 def refuse_unless(key: str, value: Any, supported: Any) -> None:
@@ -89,10 +104,11 @@ def refuse_unless(key: str, value: Any, supported: Any) -> None:
 def describe_model(config: RunConfig, folder: Path, trainer: ServiceConfig) -> list[str]:
     """The model, and the memory that training it takes, for `--dry_run`."""
     model = check_architecture(read_config(folder))
-    gib = model.num_parameters * TRAINING_BYTES_PER_PARAMETER / trainer.procs / 2**30
+    processes = trainer.procs * trainer.hosts
+    gib = model.num_parameters * TRAINING_BYTES_PER_PARAMETER / processes / 2**30
     return [
         f"model      {config.model}: {model.name}, {model.num_parameters / 1e6:.1f} M parameters",
-        f"memory     {gib:.1f} GiB of weights, gradients and optimizer for each of {trainer.procs} trainer processes",
+        f"memory     {gib:.1f} GiB of weights, gradients and optimizer for each of {processes} trainer processes",
     ]
 
 
@@ -111,6 +127,7 @@ def requests(services: Services) -> list[Request]:
             service=name,
             procs=s.procs,
             num_replicas=s.num_replicas,
+            hosts=s.hosts,
             with_gpus=s.with_gpus,
             threads=s.threads,
             heavy=name != "reward",
@@ -123,7 +140,7 @@ def requests(services: Services) -> list[Request]:
 def options(actor: Any, service: ServiceConfig, name: str) -> Options:
     """The service's entry in the config as actor options."""
     made: Options = actor.options(
-        procs=service.procs,
+        procs=service.procs * service.hosts,
         num_replicas=service.num_replicas,
         with_gpus=service.with_gpus,
         threads=service.threads,

@@ -4,12 +4,14 @@
         provisioner.plan([Request(service="trainer", procs=2, with_gpus=True), Request(service="reward", heavy=False)])
         ...                                      # as_actor and as_service start their processes here
 
-Everything is on this host: sockets are unix sockets, MASTER_ADDR is loopback, processes die with the controller.
+Where is arithmetic (`placement.py`). On this machine alone, sockets are unix sockets, MASTER_ADDR is loopback, and
+processes die with the controller.
 """
 
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import os
 import re
@@ -19,109 +21,18 @@ import sys
 import sysconfig
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 from forge.config import RestartsConfig
-from forge.types import UserError
+from forge.placement import Machine, Placement, Request, Slot, check_gpus, place, threads_on
 
 if TYPE_CHECKING:
+    from forge.service.hosts import Host
     from forge.service.procs import ProcGroup
     from forge.service.supervision import Incident
 
 logger = logging.getLogger(__name__)
-
-MAX_GPU_SERVICE_THREADS = 8
-"""A process that computes on a GPU gains nothing from more CPU threads than this."""
-
-
-class InsufficientResources(UserError):
-    """More GPUs are asked for than there are. Nothing was started."""
-
-
-@dataclass(kw_only=True, slots=True)
-class Request:
-    """What one service asks for."""
-
-    service: str
-    procs: int = 1
-    """Processes of one replica; one GPU each if `with_gpus`."""
-    num_replicas: int = 1
-    with_gpus: bool = False
-    threads: int | None = None
-    """CPU threads of one process; None: a fair share."""
-    heavy: bool = True
-    """False for a service that computes little (rewards, storage): on the CPU it gets one thread and no share."""
-
-    @property
-    def processes(self) -> int:
-        return self.procs * self.num_replicas
-
-
-def check_gpus(requests: Sequence[Request], available: int) -> None:
-    """Compares what is asked for with what exists.
-
-    Raises:
-        InsufficientResources: naming each service's share of the sum, and the ways out.
-
-    Example:
-        >>> check_gpus([Request(service="trainer", procs=2, with_gpus=True),
-        ...             Request(service="ref_model", with_gpus=True)], 2)
-        InsufficientResources: Insufficient GPU resources: 3 GPUs are needed, 2 are available.
-          trainer    2 = 1 replica × 2 processes
-          ref_model  1 = 1 replica × 1 process
-        Ways out: drop the reference model (services.ref_model: null, or grpo.beta: 0), or ...
-    """
-    on_gpus = [request for request in requests if request.with_gpus]
-    needed = sum(request.processes for request in on_gpus)
-    if needed <= available:
-        return
-    width = max(len(request.service) for request in on_gpus)
-    lines = [
-        f"  {r.service:<{width}}  {r.processes} = {_count(r.num_replicas, 'replica')} × {_count(r.procs, 'process')}"
-        for r in on_gpus
-    ]
-    if any(request.service == "ref_model" for request in on_gpus):
-        ways_out = (
-            "drop the reference model (services.ref_model: null), or put it on the CPU (ref_model.with_gpus: false)"
-        )
-    else:
-        ways_out = "lower procs or num_replicas of a service, or put one on the CPU (with_gpus: false)"
-    raise InsufficientResources(
-        f"Insufficient GPU resources: {_count(needed, 'GPU')} needed, {available} available.\n"
-        + "\n".join(lines)
-        + f"\nWays out: {ways_out}."
-    )
-
-
-def _count(n: int, noun: str) -> str:
-    return f"{n} {noun}" if n == 1 else f"{n} {noun}{'es' if noun.endswith('s') else 's'}"
-
-
-def threads_per_process(cores: int, requests: Sequence[Request]) -> dict[str, int]:
-    """CPU threads of one process of each service.
-
-    An explicit `threads` wins. Otherwise: one for light services; the cores shared evenly among the processes that
-    compute on the CPU; the same share, but at most 8, for those that compute on a GPU. Never less than one.
-
-    Example:
-        >>> threads_per_process(2, [Request(service="trainer"), Request(service="generator"),
-        ...                         Request(service="reward", heavy=False)])
-        {'trainer': 1, 'generator': 1, 'reward': 1}
-    """
-    sharing = sum(r.processes for r in requests if r.threads is None and (r.heavy or r.with_gpus))
-    taken = sum(r.processes * r.threads for r in requests if r.threads is not None)
-    share = max(1, (cores - taken) // max(1, sharing))
-
-    def threads(request: Request) -> int:
-        if request.threads is not None:
-            return request.threads
-        if request.with_gpus:
-            return min(share, MAX_GPU_SERVICE_THREADS)
-        return share if request.heavy else 1
-
-    return {request.service: threads(request) for request in requests}
 
 
 def available_cores() -> int:
@@ -170,14 +81,15 @@ def _gpus_of_the_machine() -> int:
 
 
 class Provisioner:
-    """Starts groups of processes and knows which devices they hold.
+    """Starts groups of processes and knows where they are and which devices they hold.
 
     Consumes requests, produces `ProcGroup`s, ends with `shutdown`, after which nothing that it started is running.
 
     Args:
+        hosts: the machines to use (`forge.launcher.open_hosts`); None: this one.
         log_dir: each process writes what it prints into a file of its own there; None: where the parent's goes.
-        cores: CPU cores to share out; None: those this process may use.
-        gpus: devices to hand out, as values for CUDA_VISIBLE_DEVICES; None: those this process may use.
+        cores: CPU cores of this machine to share out; None: those this process may use.
+        gpus: devices of this machine to hand out, as values for CUDA_VISIBLE_DEVICES; None: those this process may use.
         restarts: how often replicas that died are replaced, where their options do not say it themselves.
         on_incident: told when a replica died, and when its replacement is ready; None writes it to the log.
     """
@@ -187,6 +99,7 @@ class Provisioner:
     def __init__(
         self,
         *,
+        hosts: Sequence[Host] | None = None,
         log_dir: Path | None = None,
         cores: int | None = None,
         gpus: Sequence[str] | None = None,
@@ -194,11 +107,12 @@ class Provisioner:
         on_incident: Callable[[Incident], None] | None = None,
     ) -> None:
         self._log_dir = log_dir
-        self._cores = cores or available_cores()
-        self._gpus = list(available_gpus() if gpus is None else gpus)
-        self._free_gpus = list(self._gpus)
-        self._threads: dict[str, int] = {}
-        self._groups: dict[ProcGroup, list[str]] = {}
+        self._hosts_given = hosts
+        self.machines = [host.machine for host in hosts] if hosts else [this_machine(cores=cores, gpus=gpus)]
+        self._free_gpus = [list(machine.gpus) for machine in self.machines]
+        self._placement: Placement = {}
+        self._threads: list[dict[str, int]] = [{} for _ in self.machines]
+        self._groups: dict[ProcGroup, list[Slot]] = {}
         self.restarts = restarts or RestartsConfig()
         self.on_incident: Callable[[Incident], None] = on_incident or (lambda incident: logger.warning("%s", incident))
         self._failure: asyncio.Future[BaseException] | None = None
@@ -218,15 +132,15 @@ class Provisioner:
         Provisioner._current = self._previous
         await self.shutdown()
 
-    def plan(self, requests: Sequence[Request]) -> dict[str, int]:
-        """Checks the sum of all GPUs and settles CPU threads, before anything starts; the threads by service.
+    def plan(self, requests: Sequence[Request]) -> Placement:
+        """Checks the sum of all GPUs, finds a place for every replica and settles CPU threads, before anything starts.
 
         Raises:
-            InsufficientResources: see `check_gpus`.
+            InsufficientResources: see `forge.placement.place`.
         """
-        check_gpus(requests, len(self._gpus))
-        self._threads = threads_per_process(self._cores, requests)
-        return dict(self._threads)
+        self._placement = place(requests, self.machines)
+        self._threads = threads_on(self._placement, requests, self.machines)
+        return self._placement
 
     async def spawn(
         self,
@@ -237,25 +151,32 @@ class Provisioner:
         gpus_per_proc: int = 0,
         threads: int | None = None,
         env: Mapping[str, str] | None = None,
+        near: str | None = None,
     ) -> ProcGroup:
-        """Starts the processes of one replica. Its GPUs are its own until the group has been stopped.
+        """Starts the processes of one replica, where `plan` placed it. Its GPUs are its own until it has been stopped.
+
+        Args:
+            procs: of the replica, over all hosts that the plan gave it.
+            near: for what has no place in the plan: the service whose first host it shares.
 
         Raises:
             InsufficientResources: not enough GPUs are free.
+            HostLost: the hosts that it could run on are gone.
         """
         from forge.service.procs import ProcGroup, ProcSpec
 
-        gpus = self._take_gpus(service, procs * gpus_per_proc)
+        slots = self._take(service, replica, procs * gpus_per_proc, near)
+        gpus = [gpu for slot in slots for gpu in slot.gpus]
         of_rank = [gpus[rank * gpus_per_proc : (rank + 1) * gpus_per_proc] for rank in range(procs)]
-        n_threads = str(threads or self._threads.get(service, 1))
+        n_threads = str(threads or min(self._threads[slot.machine].get(service, 1) for slot in slots))
         spec = ProcSpec(
             name=f"{service}/{replica}",
             size=procs,
+            hosts=[self._hosts[slot.machine] for slot in slots],
             env={
                 "OMP_NUM_THREADS": n_threads,
                 "MKL_NUM_THREADS": n_threads,
-                "GLOO_SOCKET_IFNAME": "lo",
-                "PYTHONPATH": _python_path(sys.path),
+                "PYTHONPATH": python_path(),
                 **(env or {}),
             },
             # Its own GPUs, numbered from 0. A service on the CPU sees none.
@@ -265,9 +186,9 @@ class Provisioner:
         try:
             group = await ProcGroup.start(spec)
         except BaseException:
-            self._free_gpus += gpus
+            self._give_back(slots)
             raise
-        self._groups[group] = gpus
+        self._groups[group] = slots
         group.on_stop(self._stopped)
         return group
 
@@ -302,19 +223,56 @@ class Provisioner:
         """Ends every process that is still running, all groups at once."""
         await asyncio.gather(*(group.stop() for group in list(self._groups)))
 
-    def _take_gpus(self, service: str, count: int) -> list[str]:
-        if count > len(self._free_gpus):
-            check_gpus([Request(service=service, procs=count, with_gpus=True)], len(self._free_gpus))
-        taken, self._free_gpus = self._free_gpus[:count], self._free_gpus[count:]
-        return taken
+    @functools.cached_property
+    def _hosts(self) -> Sequence[Host]:
+        from forge.service.hosts import LocalHost
+
+        return self._hosts_given or [LocalHost(self.machines[0])]
+
+    def _take(self, service: str, replica: int, count: int, near: str | None) -> list[Slot]:
+        """The planned slots, if they are free; else room on one host."""
+        planned = self._placement.get((service, replica))
+        if planned is not None and all(self._is_free(slot) for slot in planned):
+            slots = planned
+        else:
+            slots = [self._elsewhere(service, count, near)]
+        for slot in slots:
+            self._free_gpus[slot.machine] = [gpu for gpu in self._free_gpus[slot.machine] if gpu not in slot.gpus]
+        return slots
+
+    def _is_free(self, slot: Slot) -> bool:
+        return self._hosts[slot.machine].lost is None and set(slot.gpus) <= set(self._free_gpus[slot.machine])
+
+    def _elsewhere(self, service: str, count: int, near: str | None) -> Slot:
+        up = [index for index, host in enumerate(self._hosts) if host.lost is None]
+        if not up:
+            lost = self._hosts[0].lost
+            assert lost is not None
+            raise lost
+        anchor = self._placement.get((near, 0)) if near else None
+        if anchor and anchor[0].machine in up and not count:
+            return Slot(machine=anchor[0].machine, gpus=[])
+        index = max(up, key=lambda i: (len(self._free_gpus[i]), -i))
+        if count > len(self._free_gpus[index]):
+            check_gpus([Request(service=service, procs=count, with_gpus=True)], len(self._free_gpus[index]))
+        return Slot(machine=index, gpus=self._free_gpus[index][:count])
+
+    def _give_back(self, slots: list[Slot]) -> None:
+        for slot in slots:
+            self._free_gpus[slot.machine] += slot.gpus
 
     def _stopped(self, group: ProcGroup) -> None:
-        self._free_gpus += self._groups.pop(group, [])
+        self._give_back(self._groups.pop(group, []))
 
 
-def _python_path(search_path: Sequence[str]) -> str:
+def this_machine(*, cores: int | None = None, gpus: Sequence[str] | None = None) -> Machine:
+    """What this process may use of the machine it runs on, unless it is given."""
+    return Machine(cores=cores or available_cores(), gpus=tuple(available_gpus() if gpus is None else gpus))
+
+
+def python_path(search_path: Sequence[str] | None = None) -> str:
     """This process's own module search path, so that a child finds every module that was imported here."""
     installed = {Path(folder).resolve() for folder in (*sysconfig.get_paths().values(), *site.getsitepackages())}
-    folders = [Path(entry).resolve() for entry in search_path if Path(entry).is_dir()]
+    folders = [Path(entry).resolve() for entry in search_path or sys.path if Path(entry).is_dir()]
     own = [str(f) for f in folders if f not in installed and f.name != "lib-dynload"]
     return os.pathsep.join(dict.fromkeys(own))

@@ -18,7 +18,8 @@ import psutil
 import pytest
 
 from forge.config import RestartsConfig
-from forge.provisioner import InsufficientResources, Provisioner, Request
+from forge.placement import InsufficientResources, Request
+from forge.provisioner import Provisioner
 from forge.service import ForgeActor, NoHealthyReplica, RemoteError, RemoteTraceback, ReplicaDied
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # a child cannot import this file by its name

@@ -31,6 +31,7 @@ LAYERS = {
     "forge.models": 1,
     "forge.objective": 1,
     "forge.packing": 1,
+    "forge.placement": 1,
     "forge.testing": 1,
     "forge._segments": 2,
     "forge._torchstore": 2,

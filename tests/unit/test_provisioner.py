@@ -5,14 +5,8 @@ import sys
 import pytest
 
 from forge import provisioner
-from forge.provisioner import (
-    InsufficientResources,
-    Provisioner,
-    Request,
-    available_gpus,
-    check_gpus,
-    threads_per_process,
-)
+from forge.placement import InsufficientResources, Request, check_gpus, threads_per_process
+from forge.provisioner import Provisioner, available_gpus
 
 
 def gpu(service, procs=1, num_replicas=1):
@@ -128,19 +122,12 @@ def test_the_plan_checks_gpus_before_anything_else():
         Provisioner(cores=8, gpus=["0"]).plan([gpu("trainer", procs=2)])
 
 
-def test_the_plan_settles_threads():
-    assert Provisioner(cores=8, gpus=[]).plan([Request(service="trainer"), Request(service="generator")]) == {
-        "trainer": 4,
-        "generator": 4,
-    }
-
-
 def test_gpus_are_handed_out_once_each():
     plant = Provisioner(cores=8, gpus=["4", "5", "6"])
-    assert plant._take_gpus("trainer", 2) == ["4", "5"]
-    assert plant._take_gpus("generator", 1) == ["6"]
+    assert [slot.gpus for slot in plant._take("trainer", 0, 2, None)] == [["4", "5"]]
+    assert [slot.gpus for slot in plant._take("generator", 0, 1, None)] == [["6"]]
     with pytest.raises(InsufficientResources, match="1 GPU needed, 0 available"):
-        plant._take_gpus("ref_model", 1)
+        plant._take("ref_model", 0, 1, None)
 
 
 def test_a_childs_module_path_has_this_process_own_folders_and_not_the_installed_ones(tmp_path):
@@ -149,7 +136,7 @@ def test_a_childs_module_path_has_this_process_own_folders_and_not_the_installed
     ]
     assert len(installed) >= 3
     search_path = [str(tmp_path), *installed, str(tmp_path), "/does/not/exist"]
-    assert provisioner._python_path(search_path) == str(tmp_path.resolve())
+    assert provisioner.python_path(search_path) == str(tmp_path.resolve())
 
 
 def test_importing_the_provisioner_starts_neither_monarch_nor_torch():

@@ -21,6 +21,7 @@ LOG_LEVEL = "FORGE_LOG_LEVEL"
 
 def main() -> None:
     if path := os.environ.get(LOG_FILE):
+        os.makedirs(os.path.dirname(path), exist_ok=True)
         target = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         os.dup2(target, 1)
         os.dup2(target, 2)

@@ -1,4 +1,4 @@
-"""torch.distributed between the ranks of one actor, without a port that other machines can reach."""
+"""torch.distributed between the ranks of one actor, on the addresses that the provisioner chose."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ if TYPE_CHECKING:
 def init_process_group(backend: str, *, timeout_s: float = 600.0) -> None:
     """`torch.distributed.init_process_group` with RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT of this process.
 
-    PyTorch's own rendezvous listens on all interfaces, whatever MASTER_ADDR says; this one listens on MASTER_ADDR if
-    that is loopback. (gloo's sockets follow GLOO_SOCKET_IFNAME, which the provisioner sets.) A group that exists
-    already is kept, and a process that is alone opens no port.
+    PyTorch's own rendezvous listens on all interfaces, whatever MASTER_ADDR says; this one listens on MASTER_ADDR
+    alone, which is loopback unless the ranks are on several hosts. (gloo's and NCCL's sockets follow GLOO_SOCKET_IFNAME
+    and NCCL_SOCKET_IFNAME, which the provisioner sets.) A group that exists already is kept, and a process that is alone
+    opens no port.
 
     Args:
         backend: "gloo" or "nccl".
@@ -31,25 +32,23 @@ def init_process_group(backend: str, *, timeout_s: float = 600.0) -> None:
     timeout = timedelta(seconds=timeout_s)
     if world_size == 1:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
-    elif address == "127.0.0.1":
-        store = _loopback_store(int(os.environ["MASTER_PORT"]), rank, world_size, timeout)
-        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
     else:
-        dist.init_process_group(backend, timeout=timeout)
+        store = _store(address, int(os.environ["MASTER_PORT"]), rank, world_size, timeout)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
 
 
-def _loopback_store(port: int, rank: int, world_size: int, timeout: timedelta) -> TCPStore:
-    """Rank 0 serves the rendezvous on a socket that was bound to loopback first."""
+def _store(address: str, port: int, rank: int, world_size: int, timeout: timedelta) -> TCPStore:
+    """Rank 0 serves the rendezvous on a socket that was bound to `address` first."""
     import torch.distributed as dist
 
     if rank > 0:
-        return dist.TCPStore("127.0.0.1", port, world_size, is_master=False, timeout=timeout)
+        return dist.TCPStore(address, port, world_size, is_master=False, timeout=timeout)
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # the provisioner holds the port until we listen
-    listener.bind(("127.0.0.1", port))
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # the host holds the port until we listen
+    listener.bind((address, port))
     listener.listen()
     return dist.TCPStore(
-        "127.0.0.1",
+        address,
         port,
         world_size,
         is_master=True,

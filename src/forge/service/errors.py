@@ -42,3 +42,11 @@ class RemoteTraceback(Exception):
 
     def __str__(self) -> str:
         return f"\n{self.text}"
+
+
+class HostLost(RuntimeError):
+    """A machine does not answer any more; everything that ran there is gone. `host` is its name in the config."""
+
+    def __init__(self, message: str, *, host: str) -> None:
+        super().__init__(message)
+        self.host = host

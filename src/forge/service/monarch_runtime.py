@@ -1,4 +1,4 @@
-"""Monarch's runtime in this process: started once, over unix sockets, without noise."""
+"""Monarch's runtime in this process: started once, without noise; over unix sockets unless there are other hosts."""
 
 from __future__ import annotations
 
@@ -15,6 +15,17 @@ if TYPE_CHECKING:
     from monarch.actor import HostMesh
 
 logger = logging.getLogger(__name__)
+
+
+def listen_at(address: str) -> None:
+    """Lets other hosts reach this process's runtime, which must not have been started yet.
+
+    Args:
+        address: such as "tcp://127.0.0.1:0"; port 0 is any.
+    """
+    from monarch.actor import enable_transport
+
+    enable_transport(address)
 
 
 @functools.cache

@@ -72,7 +72,7 @@ class WeightStore:
             raise ValueError(f"keep must be at least 1, got {keep}: the version just published has to stay.")
         from forge.provisioner import Provisioner
 
-        group = await Provisioner.current().spawn("weights")
+        group = await Provisioner.current().spawn("weights", near="trainer")
         try:
             from forge.weights.torchstore_client import SingletonStrategy, StoreController, Volume
 
@@ -84,7 +84,7 @@ class WeightStore:
             store = cls(
                 controller=controller,
                 strategy=strategy,
-                home=Home(host=host_identity(), pid=group.pids[0]),
+                home=Home(host=host_identity(group.hosts[0].env.get("FORGE_HOST", "")), pid=group.pids[0]),
                 transports=choose_transports(transport),
                 keep=keep,
                 chunk_bytes=chunk_bytes,
@@ -250,10 +250,15 @@ class Home:
         return True
 
 
-def host_identity() -> str:
-    """The same in all processes that can reach each other under /proc, and nowhere else."""
+def host_identity(host: str | None = None) -> str:
+    """The same in all processes that can reach each other under /proc, and nowhere else.
+
+    Args:
+        host: the config's name of the host, which may be one of several on a machine; None: this process's own.
+    """
+    host = os.environ.get("FORGE_HOST", "") if host is None else host
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return f"{boot}:{os.stat('/proc/self/ns/pid').st_ino}"
+    return f"{boot}:{os.stat('/proc/self/ns/pid').st_ino}:{host}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,0 +1,239 @@
+"""Where a run's processes may start: on this machine, where `forge worker` listens, or on the nodes of a SLURM job.
+
+async with open_hosts(config.launcher, config.hosts) as hosts:      # [] stands for this machine alone
+    async with Provisioner(hosts=hosts, log_dir=...) as provisioner:
+        ...
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ipaddress
+import logging
+import os
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from forge.placement import Machine
+from forge.types import UserError
+
+if TYPE_CHECKING:
+    from forge.service.hosts import Host
+
+logger = logging.getLogger(__name__)
+
+LISTENS = "forge worker listens at "
+"""What a worker prints before its address, once a controller can attach."""
+SLURM_START_S = 120.0
+"""How long the workers on the nodes of a SLURM job may take to start: Python from a network file system is slow."""
+
+
+def planned_machines(launcher: str, hosts: Sequence[str], *, like: Machine) -> list[Machine]:
+    """The machines as far as they are known before any is asked: for `--dry_run`, which contacts none.
+
+    Args:
+        like: this machine; the others are taken to have as many cores and GPUs.
+    """
+    names = list(hosts) if launcher == "hosts" else [like.name]
+    if launcher == "slurm":
+        names = [f"node {i}" for i in range(int(os.environ.get("SLURM_JOB_NUM_NODES", "0")))] or ["node 0"]
+    return [Machine(name=name, cores=like.cores, gpus=like.gpus) for name in names]
+
+
+@asynccontextmanager
+async def open_hosts(launcher: str, hosts: Sequence[str]) -> AsyncIterator[list[Host]]:
+    """The hosts of a run, held until the context is left.
+
+    Args:
+        launcher: "local", "hosts" or "slurm".
+        hosts: ADDRESS:PORT of each worker, for "hosts".
+
+    Raises:
+        UserError: a worker cannot be reached or used, or there is no SLURM job; nothing was started.
+    """
+    if launcher == "local":
+        yield []
+    elif launcher == "hosts":
+        async with _attached(hosts) as attached:
+            yield attached
+    else:
+        async with _slurm_workers() as addresses, _attached(addresses) as attached:
+            yield attached
+
+
+@asynccontextmanager
+async def _attached(names: Sequence[str]) -> AsyncIterator[list[Host]]:
+    from forge.service.hosts import RemoteHost, split_address
+    from forge.service.monarch_runtime import host_mesh, listen_at
+    from forge.service.trust import scheme_for, tls_environment
+
+    addresses = [split_address(name) for name in names]
+    if len(set(addresses)) < len(addresses):
+        raise UserError(f"hosts: each worker may be named once, got {', '.join(names)}.")
+    scheme = scheme_for([address for address, _ in addresses])
+    own = _address_towards(*addresses[0])
+    os.environ.update(tls_environment([own]))
+    listen_at(f"{scheme}://{own}:{_free_port(own)}")
+    host_mesh()
+    results = await asyncio.gather(*(RemoteHost.attach(name, scheme=scheme) for name in names), return_exceptions=True)
+    attached = [host for host in results if isinstance(host, RemoteHost)]
+    try:
+        for result in results:
+            if isinstance(result, BaseException):
+                raise result
+        yield list(attached)
+    finally:
+        await asyncio.gather(*(host.close() for host in attached), return_exceptions=True)
+
+
+def _address_towards(address: str, port: int) -> str:
+    """Which of this machine's addresses others reach it at, on the way from `address`. Nothing is sent."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((address, port))
+        return str(probe.getsockname()[0])
+
+
+def _free_port(address: str) -> int:
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.bind((address, 0))
+        return int(probe.getsockname()[1])
+
+
+@asynccontextmanager
+async def _slurm_workers() -> AsyncIterator[list[str]]:
+    """Starts one `forge worker` on each node of this SLURM job; their addresses."""
+    if "SLURM_JOB_ID" not in os.environ:
+        raise UserError(
+            "launcher: slurm starts its processes on the nodes of the SLURM job that it runs in, and this is none. "
+            "Submit one: sbatch --nodes=2 --gpus-per-node=8 run_grpo.sh --config FILE, or use --launcher local."
+        )
+    nodes = int(os.environ["SLURM_JOB_NUM_NODES"])
+    os.environ.setdefault("FORGE_SECRET", secrets.token_hex(16))  # srun hands the environment on
+    command = ["srun", f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1", "--unbuffered", "--overlap"]
+    command += ["--kill-on-bad-exit=0", *os.environ.get("FORGE_SRUN_ARGS", "").split()]
+    command += [sys.executable, "-m", "forge.cli", "worker", "--listen", "slurm"]
+    # In a session of its own: Ctrl-C and the like are for the controller, which stops the workers last.
+    workers = await asyncio.create_subprocess_exec(
+        *command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
+    )
+    reading: asyncio.Task[None] | None = None
+    try:
+        addresses, said = await _read_addresses(workers, nodes)
+        if len(addresses) < nodes:
+            raise UserError(
+                f"srun started {len(addresses)} of {nodes} forge workers within {SLURM_START_S:.0f} s. It said:\n{said}"
+            )
+        reading = asyncio.create_task(_pass_on(workers))
+        yield addresses
+    finally:
+        if workers.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(workers.pid, signal.SIGINT)
+                os.killpg(workers.pid, signal.SIGINT)  # srun ends a step at the second one within a second
+            try:
+                await asyncio.wait_for(workers.wait(), 10)
+            except TimeoutError:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(workers.pid, signal.SIGKILL)
+                await workers.wait()
+        if reading is not None:
+            reading.cancel()
+
+
+async def _read_addresses(workers: asyncio.subprocess.Process, nodes: int) -> tuple[list[str], str]:
+    assert workers.stdout is not None
+    addresses: list[str] = []
+    said: list[str] = []
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(SLURM_START_S):
+            while len(addresses) < nodes and (line := (await workers.stdout.readline()).decode(errors="replace")):
+                if line.startswith(LISTENS):
+                    addresses.append(line.removeprefix(LISTENS).split()[0])
+                else:
+                    said.append(line)
+    return sorted(addresses), "".join(said[-20:])
+
+
+async def _pass_on(workers: asyncio.subprocess.Process) -> None:
+    """Consumes what the workers print, produces it on stderr, ends with them."""
+    assert workers.stdout is not None
+    while line := await workers.stdout.readline():
+        sys.stderr.write(line.decode(errors="replace"))
+
+
+def run_worker(listen: str) -> None:
+    """Lets runs on other machines start processes here, one run at a time. Returns when SIGINT or SIGTERM says so.
+
+    Args:
+        listen: ADDRESS or ADDRESS:PORT (port 0: any); or "slurm", for the address that SLURM knows this node by.
+
+    Raises:
+        UserError: the address is not one of this machine, or can be reached from others and there is no secret.
+    """
+    from forge.service.host_agent import WORKER_LOCK
+    from forge.service.hosts import interface_of
+    from forge.service.trust import scheme_for, tls_environment
+
+    address, _, port_text = (f"{slurm_node_address()}:0" if listen == "slurm" else listen).partition(":")
+    try:
+        ip = str(ipaddress.IPv4Address(address))
+        port = int(port_text or 0)
+    except ValueError:
+        raise UserError(f"--listen must be an IPv4 ADDRESS or ADDRESS:PORT, got {listen!r}.") from None
+    interface_of(ip)
+    scheme = scheme_for([ip])
+    try:
+        port = port or _free_port(ip)
+        with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind((ip, port))
+    except OSError as error:
+        raise UserError(f"cannot listen at {ip}:{port}: {error.strerror or error}.") from None
+    in_slurm = listen == "slurm"
+    with tempfile.TemporaryDirectory(prefix="forge-worker-") as folder:
+        lock = Path(folder) / "lock"
+        lock.touch()
+        os.environ.update(tls_environment([ip]))
+        os.environ[WORKER_LOCK] = str(lock)
+        os.environ.setdefault("MONARCH_FILE_LOG_LEVEL", "error")
+        _serve(f"{scheme}://{ip}:{port}", f"{ip}:{port}", ignore_term=in_slurm)
+
+
+def _serve(channel: str, name: str, *, ignore_term: bool) -> None:
+    from monarch.actor import start_worker_loop_forever
+
+    serving = start_worker_loop_forever(ca="trust_all_connections", address=channel)
+    print(f"{LISTENS}{name}", flush=True)
+    if ignore_term:
+        # scancel signals every process of the job, and the controller needs this one until its checkpoint is written.
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    else:
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
+    with contextlib.suppress(KeyboardInterrupt):
+        while True:
+            signal.pause()
+    del serving
+
+
+def slurm_node_address() -> str:
+    """The IP address by which SLURM reaches this node."""
+    name = os.environ.get("SLURMD_NODENAME", "")
+    try:
+        shown = subprocess.run(
+            ["scontrol", "show", "node", "--oneliner", name], capture_output=True, text=True, timeout=30, check=True
+        ).stdout
+    except (OSError, subprocess.SubprocessError) as error:
+        raise UserError(
+            f"--listen slurm is for the tasks of a SLURM job; scontrol says of node {name!r}: {error}"
+        ) from None
+    fields = dict(part.split("=", 1) for part in shown.split() if "=" in part)
+    return socket.gethostbyname(fields.get("NodeAddr", name))
