@@ -74,14 +74,14 @@ async def open_hosts(launcher: str, hosts: Sequence[str]) -> AsyncIterator[list[
 async def _attached(names: Sequence[str]) -> AsyncIterator[list[Host]]:
     from forge.service.hosts import RemoteHost, split_address
     from forge.service.monarch_runtime import host_mesh, listen_at
-    from forge.service.trust import scheme_for, tls_environment
+    from forge.service.trust import scheme_for, use_tls
 
     addresses = [split_address(name) for name in names]
     if len(set(addresses)) < len(addresses):
         raise UserError(f"hosts: each worker may be named once, got {', '.join(names)}.")
     scheme = scheme_for([address for address, _ in addresses])
     own = _address_towards(*addresses[0])
-    os.environ.update(tls_environment([own]))
+    use_tls(own)
     listen_at(f"{scheme}://{own}:{_free_port(own)}")
     host_mesh()
     results = await asyncio.gather(*(RemoteHost.attach(name, scheme=scheme) for name in names), return_exceptions=True)
@@ -179,9 +179,8 @@ def run_worker(listen: str) -> None:
     Raises:
         UserError: the address is not one of this machine, or can be reached from others and there is no secret.
     """
-    from forge.service.host_agent import WORKER_LOCK
-    from forge.service.hosts import interface_of
-    from forge.service.trust import scheme_for, tls_environment
+    from forge.service.hosts import WORKER_LOCK, interface_of
+    from forge.service.trust import scheme_for, use_tls
 
     address, _, port_text = (f"{slurm_node_address()}:0" if listen == "slurm" else listen).partition(":")
     try:
@@ -202,7 +201,7 @@ def run_worker(listen: str) -> None:
     with tempfile.TemporaryDirectory(prefix="forge-worker-") as folder:
         lock = Path(folder) / "lock"
         lock.touch()
-        os.environ.update(tls_environment([ip]))
+        use_tls(ip)
         os.environ[WORKER_LOCK] = str(lock)
         os.environ.setdefault("MONARCH_FILE_LOG_LEVEL", "error")
         _serve(f"{scheme}://{ip}:{port}", f"{ip}:{port}", ignore_term=in_slurm)

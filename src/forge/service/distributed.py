@@ -16,8 +16,8 @@ def init_process_group(backend: str, *, timeout_s: float = 600.0) -> None:
 
     PyTorch's own rendezvous listens on all interfaces, whatever MASTER_ADDR says; this one listens on MASTER_ADDR
     alone, which is loopback unless the ranks are on several hosts. (gloo's and NCCL's sockets follow GLOO_SOCKET_IFNAME
-    and NCCL_SOCKET_IFNAME, which the provisioner sets.) A group that exists already is kept, and a process that is alone
-    opens no port.
+    and NCCL_SOCKET_IFNAME, which the provisioner sets.) A group that exists already is kept, and a process that is
+    alone opens no port.
 
     Args:
         backend: "gloo" or "nccl".

@@ -14,12 +14,9 @@ from monarch.actor.concurrent import concurrent_endpoint
 
 from forge.provisioner import available_cores, available_gpus
 from forge.service import _bootstrap
-from forge.service.hosts import LEASE_S, HostReport, _Ports, interface_of, kill_all, own_versions
+from forge.service.hosts import LEASE_S, WORKER_LOCK, HostReport, _Ports, interface_of, kill_all, own_versions
 from forge.service.watch import ProcessWatch
 from forge.types import UserError
-
-WORKER_LOCK = "FORGE_WORKER_LOCK"
-"""A file that the agent of a run holds locked, so that a worker serves one run at a time."""
 
 
 class HostAgent(Actor):

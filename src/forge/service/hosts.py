@@ -33,6 +33,8 @@ SILENCE_S = 8.0
 """A host that says nothing for so long is lost. Longer than a busy machine makes a process wait."""
 LEASE_S = 60.0
 """A host that hears nothing of its controller for so long ends that controller's processes."""
+WORKER_LOCK = "FORGE_WORKER_LOCK"
+"""A file that the agent of a run holds locked, so that a worker serves one run at a time."""
 ATTACH_S = 30.0
 """How long a host may take to start its first process."""
 
@@ -222,8 +224,12 @@ class RemoteHost:
 
     async def close(self) -> None:
         """Lets the worker go: it can serve another run."""
-        self._beating.cancel()
-        await asyncio.gather(self._beating, *self._calls, return_exceptions=True)
+        if self._calls and self.lost is None:
+            await asyncio.wait(self._calls, timeout=SILENCE_S)
+        open_tasks = [self._beating, *self._calls]
+        for task in open_tasks:
+            task.cancel()
+        await asyncio.gather(*open_tasks, return_exceptions=True)
         if self.lost is None:
             await _ended_quietly(self._procs)
 

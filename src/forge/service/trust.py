@@ -11,6 +11,7 @@ import datetime
 import hashlib
 import ipaddress
 import os
+import sys
 from collections.abc import Sequence
 
 from forge.types import UserError
@@ -54,19 +55,26 @@ def scheme_for(addresses: Sequence[str]) -> str:
     return "tcp"
 
 
-def tls_environment(addresses: Sequence[str]) -> dict[str, str]:
-    """What Monarch reads its certificates from, for a process that is reached at these IP addresses.
+def use_tls(address: str) -> None:
+    """Gives this process, which is reached at this IP address, its certificate; nothing without a secret.
 
-    Empty without a secret. The values are the certificates themselves (PEM), so no file is written.
+    Monarch reads it from the environment, once, when it is imported.
     """
+    if secret() is None:
+        return
+    assert "monarch" not in sys.modules, "certificates must be there before Monarch is imported"
+    os.environ.update(tls_environment(address))
+
+
+def tls_environment(address: str) -> dict[str, str]:
+    """The variables that Monarch reads; their values are the certificates themselves (PEM), so no file is written."""
     from cryptography import x509
     from cryptography.hazmat.primitives import hashes, serialization
     from cryptography.hazmat.primitives.asymmetric import ec
     from cryptography.x509.oid import NameOID
 
     shared = secret()
-    if shared is None:
-        return {}
+    assert shared is not None
     seed = hashlib.scrypt(shared.encode(), salt=b"forge worker", n=2**14, r=8, p=1, dklen=48)
     authority_key = ec.derive_private_key(int.from_bytes(seed) % (_P256_ORDER - 1) + 1, ec.SECP256R1())
     key = ec.generate_private_key(ec.SECP256R1())
@@ -87,7 +95,7 @@ def tls_environment(addresses: Sequence[str]) -> dict[str, str]:
         )
         return certificate.public_bytes(serialization.Encoding.PEM).decode()
 
-    names = x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address(a)) for a in addresses])
+    names = x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address(address))])
     private = key.private_bytes(
         serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
     )
