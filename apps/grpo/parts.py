@@ -135,6 +135,7 @@ async def start_actors(run: Run[GRPOConfig], inputs: Inputs) -> Parts:
             model=model,
             training=config.training,
             parallelism=config.parallelism,
+            lora=config.lora,
             loss=loss_spec(config),
             loss_defaults=loss_defaults(config),
             correction=config.grpo.correction,

@@ -79,6 +79,29 @@ def score_tokens(
     return _score_with_function(hidden_ND, lm_head, targets_N, temperature, chunk, want_entropy)
 
 
+@torch.no_grad()
+def judge_tokens(
+    hidden_ND: Tensor, lm_head: LmHead, targets_N: Tensor, *, vocabulary: int, chunk: int | None = None
+) -> tuple[Tensor, Tensor]:
+    """log p(target), float32 [N], and whether the target is the likeliest of all tokens, bool [N]; without a gradient.
+
+    Args:
+        hidden_ND, lm_head, targets_N, chunk: as for `score_tokens`.
+        vocabulary: V.
+
+    Example: logits (ln 3, 0) give target 0 the log-probability −0.288 and True, target 1 −1.386 and False.
+    """
+    logprobs = torch.empty(targets_N.shape, dtype=torch.float32, device=hidden_ND.device)
+    right = torch.empty(targets_N.shape, dtype=torch.bool, device=hidden_ND.device)
+    for piece in _pieces(targets_N.shape[0], chunk or _chunk_for(vocabulary)):
+        hidden_nD = hidden_ND[piece]
+        logits = hidden_nD @ lm_head.to(hidden_nD.dtype).t() if isinstance(lm_head, Tensor) else lm_head(hidden_nD)
+        log_p = torch.log_softmax(logits, dim=-1, dtype=torch.float32)
+        logprobs[piece] = log_p.gather(1, targets_N[piece, None]).squeeze(1)
+        right[piece] = log_p.argmax(dim=1) == targets_N[piece]
+    return logprobs, right
+
+
 def _chunk_for(vocabulary: int) -> int:
     return max(1, CHUNK_BYTES // (4 * vocabulary))
 

@@ -40,6 +40,9 @@ WRONG_NUMBERS = [
     ("eval.samples=-1", "must be at least 0"),
     ("checkpoint.interval=0", "must be at least 1"),
     ("checkpoint.keep_latest_k=0", "must be at least 1"),
+    ("lora.rank=0", "must be at least 1"),
+    ("lora.alpha=0.0", "must be above 0"),
+    ("lora.dropout=1.0", "must be at least 0 and below 1"),
 ]
 WRONG_TYPES = [
     ("training.steps=ten", '"ten"', "int at least 1", "write a number"),
@@ -62,6 +65,7 @@ WRONG_TYPES = [
         "services.ref_model.procs",
     ),
     ("dataset.parameters=[1]", "[1]", "mapping", "write mapping"),
+    ("lora.target_modules=[query]", '"query"', "q_proj|k_proj|v_proj|o_proj|gate_proj|up_proj|down_proj", ""),
     ("hosts=[1]", "1", "str", 'put it in quotes: "1"'),
 ]
 CROSS = [
@@ -150,6 +154,8 @@ CROSS = [
         "must contain {prompt}",
         "write {prompt} where the question belongs",
     ),
+    (["lora.target_modules=[]"], "lora.target_modules", [], "nothing would be trained", "target_modules null"),
+    (["lora.dropout=0.1"], "lora.dropout", 0.1, "not be the one that sampled", "--lora.dropout 0"),
     (["launcher=hosts"], "hosts", [], "must name the machines", "--hosts '[node1, node2]'"),
     (
         ["generator.hosts=2"],

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from forge import logprobs as module
-from forge.logprobs import score_tokens
+from forge.logprobs import judge_tokens, score_tokens
 
 N, D, V = 13, 6, 11
 
@@ -203,3 +203,16 @@ def test_shapes_that_do_not_fit_are_refused():
         score_tokens(hidden, weight, targets[:-1])
     with pytest.raises(ValueError, match=r"lm_head must be \[V, D\] with D = 6"):
         score_tokens(hidden, weight.t(), targets)
+
+
+@pytest.mark.parametrize("kind", ["weight", "function"])
+@pytest.mark.parametrize("chunk", [1, 4, None])
+def test_judging_says_how_likely_the_targets_are_and_which_are_the_likeliest(kind, chunk):
+    hidden, weight, targets = inputs()
+    targets[::2] = (hidden @ weight.t()).argmax(1)[::2]
+    logprobs, right = judge_tokens(hidden, heads(weight)[kind], targets, vocabulary=V, chunk=chunk)
+    torch.testing.assert_close(logprobs.double(), naive(hidden, weight, targets, 1.0)[0].detach(), atol=1e-5, rtol=1e-5)
+    assert right.tolist() == ((hidden @ weight.t()).argmax(1) == targets).tolist()
+    assert right[::2].all()
+    assert not right.all()
+    assert not logprobs.requires_grad

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from forge.logprobs import score_tokens
+from forge.logprobs import LmHead, judge_tokens, score_tokens
 from forge.models.loaded import LoadedModel
 from forge.models.pipeline import one_forward_one_backward
 from forge.objective import Rows
@@ -49,14 +49,30 @@ class Scorer:
     @torch.no_grad()
     def score(self, rows: Rows) -> list[Tensor]:
         """Log-probabilities [M] of each row, without a gradient, on every rank."""
+        return [logprobs for logprobs, _ in self._without_gradient(rows, self._head)]
+
+    @torch.no_grad()
+    def judge(self, rows: Rows) -> list[tuple[Tensor, Tensor]]:
+        """Each row's log-probabilities at temperature 1, and 1 where the target is the likeliest token, else 0; both
+        [M] float32, without a gradient, on every rank."""
+
+        def head(row: PackedRow, hidden_TD: Tensor) -> tuple[Tensor, Tensor]:
+            states, lm_head = self._scored(row, hidden_TD)
+            vocabulary = self._model.architecture.vocab_size
+            logprobs, right = judge_tokens(states, lm_head, row.score_targets_M, vocabulary=vocabulary)
+            return logprobs, right.float()
+
+        return self._without_gradient(rows, head)
+
+    def _without_gradient(self, rows: Rows, head: Callable[[PackedRow, Tensor], Scores]) -> list[Scores]:
         given = [self._on_device(row) for row in rows]
         scores = []
         for row in given:
             _, hidden = self._forward(row)
             if self._stage.is_last:
-                scores.append(self._head(row, hidden, want_entropy=False))
+                scores.append(head(row, hidden))
         self._stage.finish()
-        return [logprobs for logprobs, _ in self._told(given, scores)]
+        return self._told(given, scores)
 
     def backward(
         self, rows: Rows, loss: Callable[[PackedRow | None, Tensor, Tensor], Tensor], *, want_entropy: bool
@@ -98,16 +114,19 @@ class Scorer:
         self._stage.send(hidden)
         return received, hidden
 
-    def _head(self, row: PackedRow, hidden_TD: Tensor, *, want_entropy: bool) -> Scores:
-        # Tensor parallelism splits the vocabulary; the whole projection in one piece is the cheaper way without it.
-        lm_head = self._model.logits if self._model.parallel_dims.tp_enabled else self._model.output_weight()
+    def _head(self, row: PackedRow, hidden_TD: Tensor, *, want_entropy: bool = False) -> Scores:
         return score_tokens(
-            hidden_TD.index_select(0, row.score_index_M),
-            lm_head,
+            *self._scored(row, hidden_TD),
             row.score_targets_M,
             temperature=self._temperature,
             want_entropy=want_entropy,
         )
+
+    def _scored(self, row: PackedRow, hidden_TD: Tensor) -> tuple[Tensor, LmHead]:
+        """Hidden states [M, D] of the row's scored pairs, and the projection to apply to them."""
+        # Tensor parallelism splits the vocabulary; the whole projection in one piece is the cheaper way without it.
+        lm_head = self._model.logits if self._model.parallel_dims.tp_enabled else self._model.output_weight()
+        return hidden_TD.index_select(0, row.score_index_M), lm_head
 
     def _told(self, rows: list[PackedRow], scores: list[Scores]) -> list[Scores]:
         """The last stage's scores, on every stage."""

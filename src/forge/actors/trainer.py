@@ -19,13 +19,13 @@ from torch import Tensor, nn
 
 from forge.actors.scoring import Scorer
 from forge.actors.trainer_state import read_state, write_state
-from forge.config import CorrectionConfig, GRPOTrainingConfig, ParallelismConfig, TrainingConfig
+from forge.config import CorrectionConfig, GRPOTrainingConfig, LoRAConfig, ParallelismConfig, TrainingConfig
 from forge.losses import AVAILABLE, ImportanceCorrection, build_loss
 from forge.models.build import load_model
 from forge.models.flops import peak_flops, training_flops
 from forge.models.loaded import LoadedModel
 from forge.objective import Objective, OneRank, Ranks
-from forge.packing import pack
+from forge.packing import PackedRow, pack
 from forge.precision import resolve_dtype
 from forge.service import ForgeActor
 from forge.service.distributed import init_process_group
@@ -45,8 +45,9 @@ class Trainer(ForgeActor):
 
     Args:
         model: a local Hugging Face folder or a hub id.
-        training: learning rate, schedule, clipping, dtype and so on (`forge.config.GRPOTrainingConfig`).
+        training: learning rate, schedule, clipping, dtype and so on; of `GRPOTrainingConfig` the entropy bonus too.
         parallelism: how the model and the batch are spread over the ranks.
+        lora: trains adapters beside the frozen weights; None trains the weights.
         loss: a config name, an import path, `{name, args}`, or a module.
         loss_defaults: constructor arguments that are passed where the loss names them (clip_low, clip_high, beta).
         correction: importance correction of a loss without a ratio of its own; None is off.
@@ -64,8 +65,9 @@ class Trainer(ForgeActor):
         self,
         *,
         model: str,
-        training: GRPOTrainingConfig,
+        training: TrainingConfig,
         parallelism: ParallelismConfig | None = None,
+        lora: LoRAConfig | None = None,
         loss: str | dict[str, Any] | nn.Module = "grpo",
         loss_defaults: dict[str, Any] | None = None,
         correction: CorrectionConfig | None = None,
@@ -75,6 +77,8 @@ class Trainer(ForgeActor):
         weights_dtype: str = "float32",
     ) -> None:
         self._training = training
+        self._lora = lora
+        self._base_model = model
         self._device = _start_process_group(device, training.dtype)
         self._model = load_model(
             model,
@@ -84,12 +88,16 @@ class Trainer(ForgeActor):
             seq_len=training.seq_len,
             activation_checkpointing=training.activation_checkpointing,
             compile=training.compile,
+            lora=lora,
+            seed=training.seed,
         )
         self._ranks = _data_parallel_ranks(self._model, self._device)
         self._scorer = Scorer(self._model, temperature=temperature, device=self._device)
         built = loss if isinstance(loss, nn.Module) else build_loss(loss, defaults=loss_defaults or {})
         self._objective = Objective(
-            built.to(self._device), entropy_coef=training.entropy_coef, correction=build_correction(correction)
+            built.to(self._device),
+            entropy_coef=training.entropy_coef if isinstance(training, GRPOTrainingConfig) else 0.0,
+            correction=build_correction(correction),
         )
         self._parameters = [p for p in self._model.module.parameters() if p.requires_grad]
         self._peak_flops = peak_flops(self._device, self._model.dtype)
@@ -120,11 +128,7 @@ class Trainer(ForgeActor):
             OutOfMemory: the GPU's memory is too small, with the knobs to turn.
         """
         started = time.perf_counter()
-        if len(inputs) != self._ranks.count or len(targets) != self._ranks.count:
-            raise ValueError(
-                f"train_step takes one dict for each of the {self._ranks.count} data-parallel ranks, "
-                f"got {len(inputs)} inputs and {len(targets)} targets."
-            )
+        self._check_ranks(inputs, targets)
         try:
             return self._step(inputs[self._ranks.index], targets[self._ranks.index], started)
         except torch.OutOfMemoryError as error:
@@ -134,10 +138,51 @@ class Trainer(ForgeActor):
                 f"(services.trainer.procs with parallelism.data_parallel_shard_degree). {error}"
             ) from error
 
+    def evaluate(self, inputs: list[dict[str, Tensor]], targets: list[dict[str, Tensor]]) -> dict[str, float]:
+        """How well the weights as they are predict the trained tokens of a batch; nothing is learned.
+
+        Args:
+            inputs, targets: as for `train_step`.
+
+        Returns:
+            sums over the whole batch, which add up over batches: `tokens`, `nats` (of their −log p) and `right` (how
+            many are the likeliest token).
+        """
+        self._check_ranks(inputs, targets)
+        rows = [row.to(self._device) for row in self._pack(inputs[self._ranks.index], targets[self._ranks.index])]
+        padded: list[PackedRow | None] = [*rows]
+        padded += [None] * (int(self._ranks.max(len(rows))) - len(rows))
+        self._model.module.eval()
+        judged = self._scorer.judge(padded)
+        self._model.module.train()
+        sums = torch.zeros(3, dtype=torch.float64, device=self._device)
+        for row, (logprobs, right) in zip(rows, judged, strict=False):
+            pairs = row.score_pair_N  # documents that agree so far share a pair, and count each
+            sums[0] += len(pairs)
+            sums[1] -= logprobs[pairs].double().sum()
+            sums[2] += right[pairs].double().sum()
+        return dict(zip(("tokens", "nats", "right"), self._ranks.sum(sums).tolist(), strict=True))
+
+    def _check_ranks(self, inputs: list[dict[str, Tensor]], targets: list[dict[str, Tensor]]) -> None:
+        if len(inputs) != self._ranks.count or len(targets) != self._ranks.count:
+            raise ValueError(
+                f"a batch is one dict for each of the {self._ranks.count} data-parallel ranks, "
+                f"got {len(inputs)} inputs and {len(targets)} targets."
+            )
+
+    def _pack(self, mine: dict[str, Tensor], batch: dict[str, Tensor]) -> list[PackedRow]:
+        if self._training.packing:
+            return pack(mine, batch, max_tokens=self._tokens_per_row(), keep_last=False)
+        # What is longer than a row gets one of its own.
+        return pack(mine, batch, max_tokens=1, share_prefixes=False, keep_last=False)
+
     def _step(self, mine: dict[str, Tensor], batch: dict[str, Tensor], started: float) -> float:
-        packed = pack(mine, batch, max_tokens=self._tokens_per_row(), keep_last=False)
+        packed = self._pack(mine, batch)
         rows = [row.to(self._device) for row in packed]
         self._optimizer.zero_grad(set_to_none=True)
+        if self._lora is not None and self._lora.dropout:
+            # Drawn from the step alone, so that a resumed run drops what the uninterrupted one does.
+            torch.manual_seed((self._training.seed * 1_000_003 + self.step) * 1_009 + self._ranks.index)
         on_device = {k: v.to(self._device) for k, v in batch.items() if k in AVAILABLE}
         outcome = self._objective.backward(on_device, rows, model=self._scorer, ranks=self._ranks)
         norm = self._clip_gradients()
@@ -153,7 +198,8 @@ class Trainer(ForgeActor):
             group["lr"] = rate
         self._optimizer.step()
         self.step += 1
-        mine_done = [sum(r.num_tokens for r in packed), training_flops(self._model.architecture, packed)]
+        useful = training_flops(self._model.architecture, packed, weights_train=self._lora is None)
+        mine_done = [sum(r.num_tokens for r in packed), useful]
         tokens, flops = self._ranks.sum(torch.tensor(mine_done, dtype=torch.float64, device=self._device)).tolist()
         seconds = time.perf_counter() - started
         self._metrics = {
@@ -162,6 +208,7 @@ class Trainer(ForgeActor):
             "entropy": outcome.entropy,
             "grad_norm": norm,
             "lr": rate,
+            "tokens/trained": outcome.trained_tokens,
             "time/train": seconds,
             "throughput/train_tokens_per_s": tokens / seconds,
             "throughput/mfu": flops / seconds / (self._peak_flops * self._world_size),
@@ -200,12 +247,19 @@ class Trainer(ForgeActor):
         return time.perf_counter() - started
 
     def save(self, folder: str) -> None:
-        """Writes weights and optimizer (`folder`/trainer, safetensors) and a Hugging Face folder (`folder`/hf)."""
+        """Writes weights and optimizer (`folder`/trainer, safetensors) and a Hugging Face folder (`folder`/hf).
+
+        With LoRA the adapters and their optimizer, a folder for peft (`folder`/adapter), and the merged model in
+        `folder`/hf unless `lora.merge` is off.
+        """
         path = Path(folder)
         write_state(self._named_state(), path / "trainer")
         if self._rank == 0:
             (path / "trainer" / "trainer.json").write_text(json.dumps({"step": self.step}))
-        self._model.save_hf(path / "hf")
+        if self._lora is not None:
+            self._model.save_adapter(path / "adapter", base=self._base_model)
+        if self._lora is None or self._lora.merge:
+            self._model.save_hf(path / "hf")
 
     def load(self, folder: str) -> int:
         """Continues from what `save` wrote, under any parallel layout; returns the step."""
@@ -235,7 +289,7 @@ class Trainer(ForgeActor):
     def _named_state(self) -> dict[str, Tensor]:
         """Every tensor that a continued run needs, by a name that does not depend on the layout."""
         named = {}
-        for name, parameter in self._model.named_parameters():
+        for name, parameter in self._model.trained_parameters():
             named[f"model.{name}"] = parameter.detach()
             for moment in ("exp_avg", "exp_avg_sq"):
                 if moment in self._optimizer.state.get(parameter, {}):

@@ -34,6 +34,14 @@ def shared_problems(cfg: RunConfig) -> Iterator[Problem]:
     if not cfg.model.strip():
         yield Problem(key="model", value=cfg.model, rule="must not be empty", fix="--model FOLDER_OR_HUB_ID")
     yield from _training(cfg)
+    if cfg.lora is not None and cfg.lora.target_modules == []:
+        yield Problem(
+            key="lora.target_modules",
+            value=[],
+            rule="must name at least one matrix",
+            why="nothing would be trained",
+            fix="--lora.target_modules null, which is every matrix of a block",
+        )
     if cfg.launcher == "hosts" and not cfg.hosts:
         yield Problem(
             key="hosts",
@@ -174,6 +182,14 @@ def grpo_problems(cfg: GRPOConfig) -> Iterator[Problem]:
     yield from _services(cfg)
     yield from processes_problems(cfg, cfg.services.trainer)
     yield from _lengths(cfg)
+    if cfg.lora is not None and cfg.lora.dropout:
+        yield Problem(
+            key="lora.dropout",
+            value=cfg.lora.dropout,
+            rule="must be 0 with GRPO",
+            why="the policy that is trained would not be the one that sampled",
+            fix="--lora.dropout 0",
+        )
     bound, oldest = cfg.training.staleness_bound, cfg.training.sync_interval - 1
     if oldest > bound:
         yield Problem(

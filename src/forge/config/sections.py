@@ -7,6 +7,8 @@ from typing import Annotated, Any, Literal
 
 from forge.config.fields import Count, NonNegativeFloat, PositiveFloat, PositiveInt, Range
 
+LoRATarget = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+
 
 @dataclass(kw_only=True, slots=True)
 class ColumnsConfig:
@@ -85,10 +87,29 @@ class TrainingConfig:
     """Tokens of the packed row of one forward; more is faster and takes more memory. null is what memory holds."""
     activation_checkpointing: Literal["none", "selective", "full"] = "none"
     """Recompute activations in the backward: less memory, more time."""
+    packing: bool = True
+    """Compute many sequences in one row, and what several begin with once; false gives each a row of its own, which is
+    slower and computes the same. Padding is computed in neither."""
     compile: bool = False
     """Compile the model with torch.compile."""
     seed: Count = 42
     """Seed of data order, sampling and new weights."""
+
+
+@dataclass(kw_only=True, slots=True)
+class LoRAConfig:
+    """Train small matrices beside frozen ones (arXiv 2106.09685)."""
+
+    rank: PositiveInt = 16
+    """Width of the small matrices."""
+    alpha: PositiveFloat = 32.0
+    """What they compute is multiplied by alpha / rank."""
+    dropout: Annotated[float, Range(least=0, below=1)] = 0.0
+    """The part of their inputs that is dropped while training."""
+    target_modules: list[LoRATarget] | None = None
+    """The matrices that get one; null is every matrix of a block."""
+    merge: bool = True
+    """Write the merged model to checkpoints/step-N/hf as well; false writes checkpoints/step-N/adapter alone."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -174,6 +195,8 @@ class RunConfig:
     dataset: SourceConfig
     training: TrainingConfig = field(default_factory=TrainingConfig)
     parallelism: ParallelismConfig = field(default_factory=ParallelismConfig)
+    lora: LoRAConfig | None = None
+    """Train LoRA adapters and leave the model's own weights as they are; null trains the weights."""
     eval: EvalConfig = field(default_factory=EvalConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     restarts: RestartsConfig = field(default_factory=RestartsConfig)

@@ -16,6 +16,7 @@ from forge.losses.gspo_loss import GSPOLoss
 from forge.losses.registry import AVAILABLE, LOSSES, build_loss, loss_arguments, needs_reference
 from forge.losses.reinforce_loss import ReinforceLoss
 from forge.losses.sapo_loss import SAPOLoss
+from forge.losses.sft_loss import SFTLoss
 from forge.losses.simple_grpo_loss import SimpleGRPOLoss
 
 __all__ = [
@@ -30,6 +31,7 @@ __all__ = [
     "ImportanceCorrection",
     "ReinforceLoss",
     "SAPOLoss",
+    "SFTLoss",
     "SimpleGRPOLoss",
     "TokenLoss",
     "batch_counts",

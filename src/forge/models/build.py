@@ -28,6 +28,7 @@ from forge.precision import resolve_dtype
 if TYPE_CHECKING:
     from torchtitan.distributed import ParallelDims
 
+    from forge.models.lora import LoRA
     from forge.models.parallel import ActivationCheckpointing, Parallelism
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -43,6 +44,8 @@ def load_model(
     activation_checkpointing: ActivationCheckpointing = "none",
     compile: bool = False,
     trainable: bool = True,
+    lora: LoRA | None = None,
+    seed: int = 0,
 ) -> LoadedModel:
     """Build the TorchTitan model of a Hugging Face checkpoint and load its weights.
 
@@ -59,6 +62,8 @@ def load_model(
         activation_checkpointing: "none", "full" or "selective".
         compile: run the blocks through torch.compile.
         trainable: False for a frozen model: no gradients, and with bfloat16 no float32 weights.
+        lora: trains adapters beside the weights, which are frozen then (`forge.config.LoRAConfig`).
+        seed: of the adapters' first values.
 
     Raises:
         UnsupportedArchitecture: the checkpoint would be computed wrongly; the message says why.
@@ -84,24 +89,31 @@ def load_model(
 
     dims = parallel_dims(parallelism)
     stage = Stage(dims.get_mesh("pp") if dims.pp_enabled else None)
-    module, weights = _stage_of_decoder(architecture, stage, seq_len=seq_len)
+    module, weights, adapters = _stage_of_decoder(architecture, stage, seq_len=seq_len, lora=lora)
+    trained = (adapters if lora else weights) if trainable else {}
     on = torch.device("cuda", torch.cuda.current_device()) if device == "cuda" else torch.device(device)
     _spread(
         module,
         dims,
         compute_dtype=compute_dtype,
         device=on,
-        trainable=trainable,
+        trained=[getattr(w.module, w.attribute) for w in trained.values() if w.module is not None],
         activation_checkpointing=activation_checkpointing,
         compile=compile,
     )
     _materialize(module, weights, folder, device=on)
+    if lora:
+        from forge.models.lora import initialize
+
+        initialize(adapters, seed=seed)
     bytes_per_token = memory.activation_bytes_per_token(
         architecture, number_bytes=compute_dtype.itemsize, checkpointing=activation_checkpointing, trainable=trainable
     )
     return LoadedModel(
         module=module,
         weights=weights,
+        adapters=adapters,
+        lora=lora,
         stage=stage,
         config=config,
         architecture=architecture,
@@ -114,16 +126,20 @@ def load_model(
     )
 
 
-def _stage_of_decoder(architecture: Architecture, stage: Stage, *, seq_len: int) -> tuple[nn.Module, dict[str, Weight]]:
-    """This stage's part of the decoder, without storage, and all weights of the checkpoint."""
+def _stage_of_decoder(
+    architecture: Architecture, stage: Stage, *, seq_len: int, lora: LoRA | None
+) -> tuple[nn.Module, dict[str, Weight], dict[str, Weight]]:
+    """This stage's part of the decoder, without storage, all weights of the checkpoint, and all LoRA adapters."""
     from forge.models.decoder import decoder_config, keep_stage, weights_of
+    from forge.models.lora import add_adapters
 
     with torch.device("meta"):
         module = decoder_config(architecture, seq_len=seq_len).build()
-    module._skip_lm_head = True
-    weights = weights_of(module, stages=stage.count)
-    keep_stage(module, weights, stage)
-    return module, weights
+        module._skip_lm_head = True
+        weights = weights_of(module, stages=stage.count)
+        keep_stage(module, weights, stage)
+        adapters = add_adapters(module, weights, lora) if lora else {}
+    return module, weights, adapters
 
 
 def _spread(
@@ -132,18 +148,18 @@ def _spread(
     *,
     compute_dtype: torch.dtype,
     device: torch.device,
-    trainable: bool,
+    trained: list[nn.Parameter],
     activation_checkpointing: ActivationCheckpointing,
     compile: bool,
 ) -> None:
     """Apply everything that changes the module, while its parameters are still without storage."""
     from forge.models import parallel
 
-    stored_dtype = torch.float32 if trainable else compute_dtype
+    kept = {id(parameter) for parameter in trained}
     for parameter in module.parameters():
-        parameter.data = parameter.data.to(stored_dtype)
-        parameter.requires_grad_(trainable)
-    sharded = dims.world_size > 1 or stored_dtype != compute_dtype
+        parameter.data = parameter.data.to(torch.float32 if id(parameter) in kept else compute_dtype)
+        parameter.requires_grad_(id(parameter) in kept)
+    sharded = dims.world_size > 1 or (bool(trained) and compute_dtype != torch.float32)
     if sharded and not dist.is_initialized():
         raise RuntimeError(
             "training in bfloat16 needs a process group, even of one process, for FSDP2 keeps the float32 weights: "
@@ -154,7 +170,7 @@ def _spread(
     if compile:
         # Before checkpointing: compiled around it, the graph break at attention would leave the block uncompiled.
         parallel.apply_compile(module)
-    if trainable:
+    if trained:
         parallel.apply_activation_checkpointing(module, activation_checkpointing)
     if sharded:
         # With tensor parallelism alone too: FSDP2 is what reduces the gradients of the norms over its ranks.

@@ -48,6 +48,8 @@ _LAYER_MODULES = {
     "input_layernorm": "attention_norm",
     "post_attention_layernorm": "ffn_norm",
 }
+LINEAR_LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+"""The last parts of the Hugging Face names of a block's matrices."""
 
 
 class TreeAttention(Module):

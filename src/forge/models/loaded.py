@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from torchtitan.distributed import ParallelDims
 
     from forge.attention import TreeLayout
+    from forge.models.lora import LoRA
 
 
 @dataclass(kw_only=True, slots=True)
@@ -49,7 +50,7 @@ class LoadedModel:
         architecture: the same, as far as this library uses it.
         parallel_dims: TorchTitan's account of the degrees, and its meshes.
         device: where it computes.
-        dtype: what it computes in; the parameters of a trainable model are float32.
+        dtype: what it computes in; the parameters that are trained are float32.
     """
 
     def __init__(
@@ -57,6 +58,8 @@ class LoadedModel:
         *,
         module: nn.Module,
         weights: dict[str, Weight],
+        adapters: dict[str, Weight],
+        lora: LoRA | None,
         stage: Stage,
         config: dict[str, Any],
         architecture: Architecture,
@@ -75,6 +78,8 @@ class LoadedModel:
         self.device = device
         self.dtype = dtype
         self._weights = weights
+        self._adapters = adapters
+        self._lora = lora
         self._folder = folder
         self._bytes_per_token = bytes_per_token
         self._seq_len = seq_len
@@ -138,24 +143,44 @@ class LoadedModel:
             weight_VD = weight_VD.redistribute(placements=[Replicate()] * weight_VD.device_mesh.ndim).to_local()
         return weight_VD
 
+    def trained_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """As `named_parameters`, those that are trained: all of them, or with LoRA the adapters, under peft's names."""
+        return self._here(self._adapters or self._weights)
+
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Hugging Face names and this rank's parameters (shards), whatever wraps them; tied weights once."""
+        """Hugging Face names and this rank's parameters (shards), whatever wraps them; tied weights once.
+
+        With LoRA the frozen ones, without the adapters.
+        """
+        return self._here(self._weights)
+
+    def _here(self, weights: Mapping[str, Weight]) -> Iterator[tuple[str, nn.Parameter]]:
         self._release_gathered()
-        for name, weight in self._weights.items():
+        for name, weight in weights.items():
             if weight.module is not None:
                 yield name, getattr(weight.module, weight.attribute)
 
     def hf_tensors(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
         """Hugging Face names and whole weights, one at a time, as copies that later steps do not change.
 
+        LoRA adapters are merged into the weights that they belong to.
+
         Gathering is collective: every rank iterates to the end, whether or not it wants the values. Rank 0 gets all
         weights, another rank those of its own pipeline stage. A tied output projection is not among them, as it is not
         in a Hugging Face folder.
         """
-        here = dict(self.named_parameters())
-        for name, weight in self._weights.items():
+        return self._gathered(self._weights, dtype)
+
+    def adapter_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """The same of the LoRA adapters, in float32 under peft's names."""
+        return self._gathered(self._adapters, torch.float32)
+
+    def _gathered(self, weights: Mapping[str, Weight], dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+        here = dict(self._here(weights))
+        for name, weight in weights.items():
             if name in here:
-                whole = _whole(here[name], dtype)
+                merged = getattr(weight.module, "merged_weight", None) if weight.attribute == "weight" else None
+                whole = merged().to(dtype) if merged else _whole(here[name], dtype)
                 if weight.stage > 0 and self.stage.holds_rank_0:
                     self.stage.to_first(whole)
                 yield name, whole
@@ -184,6 +209,19 @@ class LoadedModel:
         write_weights(target, tensors, sizes=sizes)
         write_config(target, self.config, source=self._folder, dtype=str(dtype).removeprefix("torch."))
 
+    def save_adapter(self, folder: str | Path, *, base: str) -> None:
+        """Write the LoRA adapter for peft; rank 0 writes.
+
+        Args:
+            base: what the adapter's config calls the model that it belongs to.
+        """
+        from forge.models.lora import write_adapter
+
+        assert self._lora is not None, "the model was loaded without LoRA"
+        tensors = {name: tensor.cpu() for name, tensor in self.adapter_tensors()}
+        if not dist.is_initialized() or dist.get_rank() == 0:
+            write_adapter(Path(folder), tensors, lora=self._lora, base=base)
+
     def data_parallel_group(self) -> dist.ProcessGroup | None:
         """The ranks that hold different data, this one included; None when there is only one."""
         if not self.parallel_dims.dp_enabled:
@@ -193,7 +231,11 @@ class LoadedModel:
     def tokens_that_fit(self) -> int:
         """The longest packed row to compute at once, in tokens; at least `seq_len`. See `forge.models.memory`."""
         trainable = any(p.requires_grad for p in self.module.parameters())
-        bytes_per_parameter = memory.TRAINING_BYTES_PER_PARAMETER if trainable else self.dtype.itemsize
+        trained_whole = trainable and not self._adapters
+        bytes_per_parameter = memory.TRAINING_BYTES_PER_PARAMETER if trained_whole else self.dtype.itemsize
+        state_bytes = self.architecture.num_parameters * bytes_per_parameter
+        adapter_parameters = sum(torch.Size(w.shape).numel() for w in self._adapters.values())
+        state_bytes += adapter_parameters * memory.TRAINING_BYTES_PER_PARAMETER
         # A pipeline's stage has a share of the layers, and as many rows in flight as make up for that.
         shards = self.parallel_dims.dp_shard * self.parallel_dims.tp * self.parallel_dims.pp
         if self.device.type == "cuda":
@@ -204,7 +246,7 @@ class LoadedModel:
             share = 0.25 / int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         return memory.tokens_that_fit(
             total_bytes=total,
-            state_bytes=self.architecture.num_parameters * bytes_per_parameter // shards,
+            state_bytes=state_bytes // shards,
             bytes_per_token=self._bytes_per_token,
             share=share,
             at_least=self._seq_len,
