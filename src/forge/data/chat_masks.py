@@ -85,12 +85,7 @@ class ChatMasks:
         offsets = [(0, 0)] * len(start) + encoded["offset_mapping"]
         if self._bos is not None and ids[:2] == [self._bos, self._bos]:
             ids, offsets = ids[1:], offsets[1:]
-        # Byte-level tokenizers may leave spaces out of offsets: a token begins where the one before ended.
-        begins, ends, end = [], [], 0
-        for first, last in offsets:
-            begins.append(min(first, end))
-            end = max(end, last)
-            ends.append(end)
+        begins, ends = [first for first, _ in offsets], [last for _, last in offsets]
         return ids, [(bisect_right(ends, first), bisect_left(begins, last)) for first, last in spans]
 
     def _rendered(self, conversation: Conversation, needs_turns: bool) -> tuple[str, list[Span]]:

@@ -174,7 +174,7 @@ def test_a_bad_row_is_found_before_the_start_wherever_it_is_or_dropped_and_count
     rows[140] = chat("q", "")
     path = write(tmp_path / "rows.jsonl", rows)
     with pytest.raises(DataError, match=r"row 140 of rows.jsonl, message 1: the assistant's content must not be empty"):
-        build(path=path, seed=1)
+        build(path=path, shuffle=False)
     documents, _ = build(path=path, invalid_rows="drop")
     assert len({document.id for document in islice(documents, 149)}) == 149
     next(documents)
@@ -261,6 +261,7 @@ def test_each_set_gives_its_share_of_the_held_out_samples(build: Any, tmp_path: 
     assert [name.partition("/")[0] for name in kept] == ["a.jsonl"] * 6 + ["b.jsonl"] * 2
     assert not set(ids(documents, 100)) & set(kept)
     assert build(path=first, weight=3.0, mix=[SFTSourceConfig(path=second)], samples=8, seed=5)[1] == held_out
+    assert len(build(path=first, mix=[SFTSourceConfig(path=first)], samples=8)[1]) == 8  # none of them twice
 
 
 def test_a_split_or_a_data_set_of_its_own_validates_and_is_never_trained(build: Any, tmp_path: Path) -> None:
