@@ -56,6 +56,7 @@ format: $(STAMP)
 	$(BIN)/ruff format .
 
 bench: $(BENCH_STAMP)
+	$(BIN)/python scripts/fetch_model.py
 	$(BIN)/python -m benchmarks $(ARGS)
 
 clean:

@@ -1,24 +1,46 @@
-"""`make bench`: every benchmark, one after the other. `python -m benchmarks NAME ...` picks some."""
+"""`make bench`: every benchmark, one after the other, in under 15 minutes on two cores. Options:
+
+    python -m benchmarks [NAME ...] [--json_dir DIR]      each one's rows also as DIR/NAME.json
+
+Named alone a benchmark runs in full; among all of them `grpo_vs_trl` runs once instead of three times, and
+`toy_losses`, eight runs of the whole program, is left out. Run them on a machine that does nothing else.
+"""
 
 from __future__ import annotations
 
+import argparse
 import subprocess
 import sys
 from pathlib import Path
 
-NAMES = ("attention_cpu", "logprobs_memory", "toy_losses")
+# With the arguments that keep the whole under 15 minutes; None: on request only.
+NAMES: dict[str, list[str] | None] = {
+    "trainer_step": [],
+    "weight_sync": [],
+    "rollout_overhead": [],
+    "attention_cpu": [],
+    "logprobs_memory": [],
+    "grpo_vs_trl": ["--repetitions", "1"],
+    "toy_losses": None,
+}
 
 
 def main() -> int:
-    chosen = sys.argv[1:] or NAMES
-    unknown = [name for name in chosen if name not in NAMES]
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(NAMES))
+    parser.add_argument("--json_dir", type=Path, default=Path("runs/bench"), help="default: %(default)s")
+    options = parser.parse_args()
+    unknown = [name for name in options.names if name not in NAMES]
     if unknown:
         print(f"no benchmark is called {', '.join(unknown)}; there are: {', '.join(NAMES)}", file=sys.stderr)
         return 2
+    chosen = {name: [] for name in options.names} or {n: a for n, a in NAMES.items() if a is not None}
     failed = []
-    for name in chosen:
+    for name, arguments in chosen.items():
         print(f"== {name}", flush=True)
-        if subprocess.run([sys.executable, "-m", f"benchmarks.{name}"], cwd=Path(__file__).parents[1]).returncode:
+        command = [sys.executable, "-m", f"benchmarks.{name}", *arguments]
+        command += ["--json", str((options.json_dir / f"{name}.json").resolve())]
+        if subprocess.run(command, cwd=Path(__file__).parents[1]).returncode:
             failed.append(name)
     if failed:
         print(f"failed: {', '.join(failed)}", file=sys.stderr)

@@ -1,6 +1,6 @@
 """CPU time of tree attention, forward and backward, against the matrix products of the layer around it.
 
-    OMP_NUM_THREADS=1 python benchmarks/attention_cpu.py [--json FILE]
+    OMP_NUM_THREADS=1 python -m benchmarks.attention_cpu [--json FILE]
 
 The geometry is SmolLM2-135M's (9 query heads, 3 key-value heads of 64, model width 576, feed-forward 1536), fp32, one
 thread. Times are CPU milliseconds per layer, the best of several, alternating; only the ratios mean something on
@@ -9,15 +9,13 @@ another machine.
 
 from __future__ import annotations
 
-import argparse
-import json
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 from torch.nn.functional import linear, scaled_dot_product_attention
 
+from benchmarks.report import parser, report
 from forge.attention import TreeLayout, attend
 
 HEADS, KV_HEADS, HEAD_DIM, WIDTH, FFN = 9, 3, 64, 576, 1536
@@ -93,9 +91,7 @@ def matmul_step(tokens: int) -> Callable[[], object]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, help="also write the rows here")
-    options = parser.parse_args()
+    options = parser(__doc__).parse_args()
     torch.manual_seed(0)
     torch.set_num_threads(1)
     short = [5 + (7 * index) % 12 for index in range(64)]  # 5 to 16 tokens
@@ -104,32 +100,47 @@ def main() -> None:
         "no preamble, 8 x 60 prompts, 64 x 5-16": group_layout(preamble=0, prompt=60, prompts=8, responses=short),
         "1 x 512 prompt, 8 x 128": group_layout(preamble=0, prompt=512, prompts=1, responses=[128] * 8),
     }
-    rows = []
-    print(f"{'packed row':42} {'tokens':>6} {'attention ms':>12} {'matmuls ms':>10} {'share':>6} {'GFLOP/s':>8}")
+    rows: list[dict[str, object]] = []
     for name, layout in trees.items():
         attention, matmuls = best_milliseconds(attention_step(layout), matmul_step(layout.num_tokens))
         flops = layout.num_pairs * HEADS * HEAD_DIM * 2 * (2 + 5)  # two products forward, five backward
-        row = {
-            "row": name,
-            "tokens": layout.num_tokens,
-            "attention_ms": attention,
-            "matmuls_ms": matmuls,
-            "attention_share": attention / (attention + matmuls),
-            "attention_gflops": flops / attention / 1e6,
-        }
-        rows.append(row)
-        print(
-            f"{name:42} {layout.num_tokens:6} {attention:12.1f} {matmuls:10.1f} {row['attention_share']:6.1%} "
-            f"{row['attention_gflops']:8.1f}"
+        rows.append(
+            {
+                "row": name,
+                "tokens": layout.num_tokens,
+                "attention_ms": attention,
+                "matmuls_ms": matmuls,
+                "attention_share": attention / (attention + matmuls),
+                "attention_gflops": flops / attention / 1e6,
+            }
         )
-    print(f"\n{'plain documents':42} {'tokens':>6} {'attention ms':>12} {'SDPA ms':>10} {'ratio':>6}")
     for lengths in ([4096], [1024], [512] * 4, [100] * 16, short):
         attention, sdpa = best_milliseconds(attention_step(TreeLayout.from_lengths(lengths)), sdpa_step(lengths))
-        name = f"{len(lengths)} of {min(lengths)} to {max(lengths)}"
-        rows.append({"row": name, "tokens": sum(lengths), "attention_ms": attention, "sdpa_ms": sdpa})
-        print(f"{name:42} {sum(lengths):6} {attention:12.1f} {sdpa:10.1f} {attention / sdpa:6.2f}")
-    if options.json:
-        options.json.write_text(json.dumps({"benchmark": "attention_cpu", "rows": rows}, indent=2))
+        name = f"plain documents: {len(lengths)} of {min(lengths)} to {max(lengths)}"
+        rows.append(
+            {
+                "row": name,
+                "tokens": sum(lengths),
+                "attention_ms": attention,
+                "sdpa_ms": sdpa,
+                "against_sdpa": attention / sdpa,
+            }
+        )
+    report(
+        "attention_cpu",
+        rows,
+        columns={
+            "row": "packed row",
+            "tokens": "tokens",
+            "attention_ms": "attention ms:.1f",
+            "matmuls_ms": "the layer's matrix products ms:.1f",
+            "attention_share": "attention's share:.0%",
+            "attention_gflops": "GFLOP/s:.1f",
+            "sdpa_ms": "PyTorch's attention ms:.1f",
+            "against_sdpa": "ratio:.2f",
+        },
+        json_path=options.json,
+    )
 
 
 if __name__ == "__main__":

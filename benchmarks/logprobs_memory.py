@@ -1,6 +1,6 @@
 """Peak memory of log-probabilities and entropies, forward and backward, against the sequence length.
 
-    python benchmarks/logprobs_memory.py
+    python -m benchmarks.logprobs_memory [--json FILE]
 
 Scores [8, 2048] tokens of a vocabulary of 151,936, then twice as many, each in a process of its own, and prints the
 peak resident memory above what Python, torch, hidden states and their gradient take. Whole float32 logits would be
@@ -46,20 +46,25 @@ def measure(length: int) -> None:
 
 
 def main() -> int:
-    peaks = []
+    from benchmarks.report import parser, report
+
+    options = parser(__doc__).parse_args()
+    rows = []
     for length in (LENGTH, 2 * LENGTH):
         command = [sys.executable, __file__, str(length)]
         output = subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()
-        peaks.append(int(output[0]))
         shape = f"[{BATCH}, {length}] x {VOCABULARY:,}"
-        print(f"{shape}: peak {peaks[-1] / 2**20:.0f} MiB, {float(output[1]):.0f} CPU s", flush=True)
+        rows.append({"logits": shape, "peak_mib": int(output[0]) / 2**20, "cpu_s": float(output[1])})
+    peaks = [row["peak_mib"] for row in rows]
     growth = peaks[1] / peaks[0] - 1
+    columns = {"logits": "logits", "peak_mib": "peak MiB:.0f", "cpu_s": "CPU s:.0f"}
+    report("logprobs_memory", rows, columns=columns, json_path=options.json, growth=growth)
     print(f"growth when the sequence doubles: {growth:.1%}")
-    return 0 if max(peaks) < LIMIT_BYTES and growth < LIMIT_GROWTH else 1
+    return 0 if max(peaks) < LIMIT_BYTES / 2**20 and growth < LIMIT_GROWTH else 1
 
 
 if __name__ == "__main__":
-    if len(sys.argv) == 2:
+    if sys.argv[1:] and sys.argv[1].isdecimal():
         measure(int(sys.argv[1]))
     else:
         sys.exit(main())

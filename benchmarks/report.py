@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich.console import Console
 from rich.table import Table
 
@@ -56,17 +55,6 @@ def machine() -> dict[str, Any]:
         "git": environment.git_state(Path(__file__).parent),
         "when": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
     }
-
-
-def matmul_gflops(size: int = 1024, *, dtype: torch.dtype = torch.float32) -> float:
-    """What a large matrix product reaches on this process's threads: the best of several, by the clock on the wall."""
-    a = torch.randn(size, size, dtype=dtype)
-    best = float("inf")
-    for _ in range(8):
-        started = time.perf_counter()
-        torch.mm(a, a)
-        best = min(best, time.perf_counter() - started)
-    return 2.0 * size**3 / best / 1e9
 
 
 def median_of(values: Sequence[float]) -> float:

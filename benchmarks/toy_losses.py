@@ -8,7 +8,6 @@ row is above 0.9.
 
 from __future__ import annotations
 
-import argparse
 import json
 import subprocess
 import sys
@@ -17,8 +16,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
+from benchmarks.report import parser, report
 
 LOSSES = ("simple_grpo", "grpo", "dr_grpo", "dapo", "cispo", "gspo", "sapo", "reinforce")
 GOAL = 0.9
@@ -41,19 +39,16 @@ def run(loss: str, folder: Path) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", type=Path, help="where to write the results as well")
-    arguments = parser.parse_args()
-    table = Table("loss", "steps to 0.9", "last reward", "seconds", title="toy task, every built-in loss")
-    results = []
+    options = parser(__doc__).parse_args()
     with tempfile.TemporaryDirectory() as scratch:
-        for loss in LOSSES:
-            result = run(loss, Path(scratch))
-            results.append(result)
-            table.add_row(loss, str(result["steps"] or "-"), f"{result['last_reward']:.3f}", f"{result['seconds']:.0f}")
-    Console().print(table)
-    if arguments.json:
-        arguments.json.write_text(json.dumps(results, indent=2))
+        rows = [run(loss, Path(scratch)) for loss in LOSSES]
+    columns = {
+        "loss": "loss",
+        "steps": "steps to 0.9",
+        "last_reward": "last reward:.3f",
+        "seconds": "seconds:.0f",
+    }
+    report("toy_losses", rows, columns=columns, json_path=options.json)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from benchmarks.report import SMOLLM2, matmul_gflops, median_of, parser, report
+from benchmarks.report import SMOLLM2, median_of, parser, report
 from forge.actors.scoring import Scorer
 from forge.batching import make_batch
 from forge.config import ParallelismConfig
@@ -31,6 +31,17 @@ from forge.types import Episode, Group
 
 MAX_TOKENS = 4096
 Batch = tuple[dict[str, Tensor], dict[str, Tensor]]
+
+
+def matmul_gflops(size: int = 1024) -> float:
+    """What a large matrix product reaches on this process's threads: the best of several, by the clock on the wall."""
+    a = torch.randn(size, size)
+    best = float("inf")
+    for _ in range(8):
+        started = time.perf_counter()
+        torch.mm(a, a)
+        best = min(best, time.perf_counter() - started)
+    return 2.0 * size**3 / best / 1e9
 
 
 def group_batch(*, preamble: int, prompts: int, prompt: int, samples: int, shortest: int, longest: int) -> Batch:

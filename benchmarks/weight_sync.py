@@ -120,7 +120,8 @@ async def one_round(
 async def measure() -> tuple[list[dict[str, float]], float]:
     torch.set_num_threads(1)
     with WeightFiles(SMOLLM2) as files:
-        weights = {name: files.read(name, offsets=[0] * len(s), shape=s) for name, s in files.shapes().items()}
+        shapes = files.shapes().items()
+        weights = {name: files.read(name, offsets=[0] * len(s), shape=s).float() for name, s in shapes}
     megabytes = sum(t.numel() * t.element_size() for t in weights.values()) / 1e6
     with tempfile.TemporaryDirectory() as logs:
         async with Provisioner(log_dir=Path(logs)) as provisioner:
