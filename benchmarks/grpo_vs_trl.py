@@ -1,7 +1,7 @@
 """GRPO of SmolLM2-135M with forge and with TRL 1.16, on the same machine, alternating: episodes a second.
 
     python -m benchmarks.grpo_vs_trl [--repetitions 3] [--json FILE]
-    python -m benchmarks.grpo_vs_trl --learning 20 [--json FILE]
+    python -m benchmarks.grpo_vs_trl --learning {toy,sums} [--repetitions 3] [--json FILE]
 
 Both sides: the same prompts in the same order, 4 prompts × 8 samples a step, at most 32 new tokens, the same reward,
 loss, learning rate and number of optimizer steps, float32, each with its best thread setting (TRL: all cores; forge:
@@ -9,8 +9,9 @@ the config's). Two kinds of prompt: the question alone, and 512 tokens with work
 share of digits) differs between any two answers, so that no group is skipped by either. Time counts from the moment
 that everything has started to the end of the last step; start-up is reported apart.
 
-`--learning N` compares what is learned instead: held-out accuracy, judged by the same engine, after N steps of each
-side on the task of `make grpo` with one worked example.
+`--learning` compares what is learned instead: held-out reward, judged by the same engine, after the same number of
+steps of each side: 40 of `apps/grpo/toy.yaml` on one tiny random model, a few minutes, or 20 of the task of `make grpo`
+with one worked example, most of an hour.
 
 TRL generates with transformers here. Its vLLM mode wants a GPU: the server, and the colocated engine, move weights by
 NCCL or CUDA memory.
@@ -34,6 +35,7 @@ from transformers import AutoTokenizer
 from benchmarks.report import SMOLLM2, median_of, parser, report
 from forge.config import GRPOConfig, parse_args
 from forge.data.datasets import build_datasets
+from forge.testing.tiny_model import make_tiny_model
 
 ROOT = Path(__file__).parents[1]
 RECIPE = ROOT / "apps/grpo/smollm2_135m.yaml"
@@ -86,11 +88,10 @@ def run(side: str, config: dict[str, Any], folder: Path, *, steps: int) -> dict[
     program = {"TRL": "benchmarks.trl_run", "forge": "apps.grpo.main"}[side]
     command = [sys.executable, "-m", program, "--config", str(path), "--output_dir", str(folder / "run")]
     started = time.perf_counter()
-    environment = {**os.environ, "OMP_NUM_THREADS": str(CORES)} if side == "TRL" else dict(os.environ)
     done = subprocess.run(
         [*command, "--training.steps", str(steps)],
         cwd=ROOT,
-        env=environment,
+        env={**os.environ, "OMP_NUM_THREADS": str(CORES)},  # forge gives each of its processes a number of its own
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -155,22 +156,29 @@ def datasets(config: dict[str, Any]) -> tuple[Any, Any]:
         yaml.safe_dump(config, file)
         file.flush()
         read = parse_args(GRPOConfig, ["--config", file.name], prog="grpo_vs_trl").config
-    tokenizer = AutoTokenizer.from_pretrained(SMOLLM2)
+    tokenizer = AutoTokenizer.from_pretrained(read.model)
     longest = read.training.seq_len - (read.grpo.max_new_tokens or 1)
     return build_datasets(read.dataset, read.eval, tokenizer, seed=read.training.seed, max_prompt_tokens=longest)
 
 
-def learning(steps: int, scratch: Path) -> list[dict[str, Any]]:
-    """Held-out accuracy and reward before training and after `steps` of each side."""
-    config = recipe(examples=1, rewards=None, seq_len=160)
-    config["eval"] = {"samples": 128}  # set aside from training on both sides
-    rows = [{"side": "before", "steps": 0, **held_out(config, SMOLLM2)}]
-    for side in SIDES:
-        folder = scratch / f"learning-{side}"
-        done = run(side, config, folder, steps=steps)
-        trained = folder / "run/hf" if side == "TRL" else folder / f"run/checkpoints/step-{steps}/hf"
-        rows.append({**done, "steps": steps, **held_out(config, trained)})
-        print(f"{side}: {rows[-1]['accuracy']:.3f} in {done['steps_s']:.0f} s", flush=True)
+def learning(task: str, repetitions: int, scratch: Path) -> list[dict[str, Any]]:
+    """Held-out accuracy and reward before training and after it on each side, for `repetitions` seeds."""
+    if task == "toy":
+        model, steps = make_tiny_model(scratch / "tiny"), 40
+        config: dict[str, Any] = yaml.safe_load((ROOT / "apps/grpo/toy.yaml").read_text())
+        config |= {"checkpoint": {"interval": None}, "eval": {"samples": 64}, "model": str(model)}
+    else:
+        model, steps = SMOLLM2, 20
+        config = recipe(examples=1, rewards=None, seq_len=160) | {"eval": {"samples": 128}}
+    rows: list[dict[str, Any]] = [{"side": "before", "steps": 0, **held_out(config, model)}]
+    for seed in range(1, repetitions + 1):
+        config["training"]["seed"] = seed
+        for side in SIDES:
+            folder = scratch / f"learning-{side}-{seed}"
+            done = run(side, config, folder, steps=steps)
+            trained = folder / "run/hf" if side == "TRL" else folder / f"run/checkpoints/step-{steps}/hf"
+            rows.append({**done, "seed": seed, "steps": steps, **held_out(config, trained)})
+            print(f"{side}, seed {seed}: {rows[-1]['reward']:.3f} in {done['steps_s']:.0f} s", flush=True)
     return rows
 
 
@@ -212,7 +220,7 @@ async def judge(config: dict[str, Any], model: str) -> dict[str, float]:
 def main() -> None:
     options = parser(__doc__)
     options.add_argument("--repetitions", type=int, default=3)
-    options.add_argument("--learning", type=int, metavar="STEPS", help="compare what is learned in so many steps")
+    options.add_argument("--learning", choices=("toy", "sums"), help="compare what is learned")
     options.add_argument("--judge", nargs=2, metavar=("CONFIG", "MODEL"), help="(what --learning starts)")
     chosen = options.parse_args()
     if chosen.judge:
@@ -222,9 +230,10 @@ def main() -> None:
         if chosen.learning:
             report(
                 "grpo_vs_trl: learning",
-                learning(chosen.learning, Path(scratch)),
+                learning(chosen.learning, chosen.repetitions, Path(scratch)),
                 columns={
                     "side": "side",
+                    "seed": "seed",
                     "steps": "steps",
                     "accuracy": "held-out accuracy:.3f",
                     "reward": "held-out reward:.3f",
