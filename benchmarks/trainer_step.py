@@ -44,12 +44,14 @@ def matmul_gflops(size: int = 1024) -> float:
     return 2.0 * size**3 / best / 1e9
 
 
-def group_batch(*, preamble: int, prompts: int, prompt: int, samples: int, shortest: int, longest: int) -> Batch:
+def group_batch(
+    *, preamble: int, prompts: int, prompt: int, samples: int, shortest: int, longest: int, vocabulary: int = 40_000
+) -> Batch:
     """`prompts` groups: all prompts begin with the same `preamble` tokens; responses of evenly spread lengths."""
     rng = random.Random(0)
 
     def tokens(count: int) -> list[int]:
-        return [rng.randrange(1000, 40_000) for _ in range(count)]
+        return [rng.randrange(vocabulary) for _ in range(count)]
 
     start, groups = tokens(preamble), []
     for index in range(prompts):
