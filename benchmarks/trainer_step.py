@@ -118,16 +118,16 @@ def main() -> None:
         str(SMOLLM2), parallelism=ParallelismConfig(), dtype="float32", device="cpu", seq_len=1024, trainable=True
     )
     batches = {
-        "8 × (256 + 16 to 64)": (
-            group_batch(preamble=0, prompts=1, prompt=256, samples=8, shortest=16, longest=64),
+        "8 × (128 + 8 to 32)": (
+            group_batch(preamble=0, prompts=1, prompt=128, samples=8, shortest=8, longest=32),
             (shared, packed, padded),
         ),
         "8 × (512 + 128)": (
             group_batch(preamble=0, prompts=1, prompt=512, samples=8, shortest=128, longest=128),
             (shared,),
         ),
-        "8 prompts × 16, examples (144 + 20 + 3 to 12)": (
-            group_batch(preamble=144, prompts=8, prompt=20, samples=16, shortest=3, longest=12),
+        "8 prompts × 8, examples (144 + 20 + 3 to 12)": (
+            group_batch(preamble=144, prompts=8, prompt=20, samples=8, shortest=3, longest=12),
             (shared,),
         ),
     }

@@ -131,6 +131,7 @@ def requests(services: Services) -> list[Request]:
             with_gpus=s.with_gpus,
             threads=s.threads,
             heavy=name != "reward",
+            takes_idle_cores=name == "generator",
         )
         for name, s in services.items()
         if s is not None

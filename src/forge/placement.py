@@ -8,7 +8,7 @@ Importing this imports neither torch nor Monarch, so that what does not fit is t
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from forge.types import UserError
 
@@ -35,6 +35,9 @@ class Request:
     """CPU threads of one process; None: a fair share."""
     heavy: bool = True
     """False for a service that computes little (rewards, storage): on the CPU it gets one thread and no share."""
+    takes_idle_cores: bool = False
+    """On the CPU its processes get all cores between them, in spite of the others: it and they often wait for each
+    other, and what waits needs no core."""
 
     @property
     def processes(self) -> int:
@@ -186,12 +189,13 @@ def threads_per_process(cores: int, requests: Sequence[Request]) -> dict[str, in
     """CPU threads of one process of each service on a machine that runs all of these.
 
     An explicit `threads` wins. Otherwise: one for light services; the cores shared evenly among the processes that
-    compute on the CPU; the same share, but at most 8, for those that compute on a GPU. Never less than one.
+    compute on the CPU, but all of them for one that takes idle cores; the same share, but at most 8, for those that
+    compute on a GPU. Never less than one.
 
     Example:
-        >>> threads_per_process(2, [Request(service="trainer"), Request(service="generator"),
+        >>> threads_per_process(2, [Request(service="trainer"), Request(service="generator", takes_idle_cores=True),
         ...                         Request(service="reward", heavy=False)])
-        {'trainer': 1, 'generator': 1, 'reward': 1}
+        {'trainer': 1, 'generator': 2, 'reward': 1}
     """
     sharing = sum(r.processes for r in requests if r.threads is None and (r.heavy or r.with_gpus))
     taken = sum(r.processes * r.threads for r in requests if r.threads is not None)
@@ -202,6 +206,8 @@ def threads_per_process(cores: int, requests: Sequence[Request]) -> dict[str, in
             return request.threads
         if request.with_gpus:
             return min(share, MAX_GPU_SERVICE_THREADS)
+        if request.takes_idle_cores:
+            return max(1, cores // request.processes)
         return share if request.heavy else 1
 
     return {request.service: threads(request) for request in requests}
@@ -217,15 +223,6 @@ def threads_on(placement: Placement, requests: Sequence[Request], machines: Sequ
                 any(slot.machine == index for slot in placement[r.service, n]) for n in range(r.num_replicas)
             )
             if replicas:
-                here.append(
-                    Request(
-                        service=r.service,
-                        procs=r.procs,
-                        num_replicas=replicas,
-                        with_gpus=r.with_gpus,
-                        threads=r.threads,
-                        heavy=r.heavy,
-                    )
-                )
+                here.append(replace(r, num_replicas=replicas, hosts=1))
         shares.append(threads_per_process(machine.cores, here))
     return shares

@@ -197,13 +197,15 @@ def test_batches_for_another_number_of_ranks_are_refused(model):
 
 
 class Published:
-    """Stands in for the weight store: what the trainer publishes, by version."""
+    """A weight store that keeps everything, and notes what was not sent again."""
 
     def __init__(self) -> None:
-        self.versions: dict[int, dict[str, Tensor]] = {}
+        self.versions: dict[int, dict[str, torch.Tensor]] = {}
+        self.unchanged: dict[int, set[str]] = {}
 
-    async def publish(self, version: int, named) -> None:
+    async def publish(self, version: int, named, *, unchanged) -> None:
         self.versions[version] = {name: tensor.clone() for name, tensor in named}
+        self.unchanged[version] = set(unchanged)
 
 
 def test_weights_go_out_under_hugging_face_names_in_the_generators_dtype(model, tmp_path):
@@ -222,6 +224,27 @@ def test_weights_go_out_under_hugging_face_names_in_the_generators_dtype(model, 
     assert {tensor.dtype for tensor in sent.values()} == {torch.bfloat16}
     assert all(torch.equal(sent[name], tensor) for name, tensor in of_step_1.items())
     assert not all(torch.equal(store.versions[2][name], tensor) for name, tensor in sent.items())
+
+
+def test_what_did_not_change_since_the_last_push_is_named(model):
+    store = Published()
+    trainer = Trainer(model=model, training=settings(), weights=store)
+    frozen = trainer._model.module.tok_embeddings.weight.requires_grad_(False)
+    trainer._optimizer.param_groups[0]["params"] = [p for p in trainer._parameters if p is not frozen]
+
+    def train_and_push(version: int, *, steps: int) -> set[str]:
+        for _ in range(steps):
+            trainer.train_step(*make_batch(groups(), ranks=1, pad_id=0))
+            trainer.collect_weights()
+        trainer.collect_weights()
+        asyncio.run(trainer.push_weights(version))
+        return store.unchanged[version]
+
+    assert train_and_push(1, steps=0) == set()  # nothing was sent before
+    assert train_and_push(2, steps=2) == {"model.embed_tokens.weight"}
+    assert train_and_push(3, steps=0) == store.versions[3].keys()
+    for name in store.unchanged[2]:
+        assert torch.equal(store.versions[2][name], store.versions[1][name])
 
 
 def test_what_is_saved_loads_in_transformers_with_the_trainers_logits(model, tmp_path):

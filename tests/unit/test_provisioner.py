@@ -65,6 +65,12 @@ def test_cores_are_shared_among_the_processes_that_compute():
     assert threads_per_process(32, requests) == {"trainer": 8, "generator": 8, "reward": 1}
 
 
+def test_what_takes_idle_cores_gets_all_of_them_and_leaves_the_others_their_share():
+    generator = Request(service="generator", num_replicas=2, takes_idle_cores=True)
+    assert threads_per_process(16, [Request(service="trainer"), generator]) == {"trainer": 5, "generator": 8}
+    assert threads_per_process(1, [Request(service="trainer"), generator]) == {"trainer": 1, "generator": 1}
+
+
 def test_explicit_threads_win_and_leave_the_rest_to_the_others():
     requests = [Request(service="trainer", threads=6), Request(service="generator", num_replicas=2)]
     assert threads_per_process(16, requests) == {"trainer": 6, "generator": 5}
