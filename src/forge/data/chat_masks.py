@@ -24,6 +24,7 @@ from typing import Any
 
 from forge.data.chat import plain_text
 from forge.data.conversations import Conversation, InvalidRow, Message
+from forge.data.errors import DataError
 
 Span = tuple[int, int]
 """[start, end)"""
@@ -40,6 +41,9 @@ class ChatMasks:
         chat_template: a Jinja template to use instead of the tokenizer's. Without any, messages are joined as plain
             text (see `forge.data.chat.plain_text`), and the last answer ends with the end-of-text token.
 
+    Raises:
+        DataError: the tokenizer is a slow one.
+
     Example:
         >>> masks = ChatMasks(tokenizer)
         >>> ids, turns = masks.encode(conversation)
@@ -48,6 +52,11 @@ class ChatMasks:
     """
 
     def __init__(self, tokenizer: Any, *, chat_template: str | None = None) -> None:
+        if not tokenizer.is_fast:
+            raise DataError(
+                f"{type(tokenizer).__name__} does not tell which characters a token stands for, so the assistant's "
+                "tokens cannot be found. Fix: a model folder with a tokenizer.json, which gives a fast tokenizer."
+            )
         self._tokenizer = tokenizer
         self._template = chat_template
         self._has_template = bool(chat_template or getattr(tokenizer, "chat_template", None))

@@ -6,6 +6,7 @@ The templates in chat_templates/ write what those models are prompted with; the 
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from transformers import PreTrainedTokenizerFast
 from forge.data.chat import ChatFormat
 from forge.data.chat_masks import ChatMasks
 from forge.data.conversations import Conversation, InvalidRow, Message
+from forge.data.errors import DataError
 from forge.testing.tiny_model import make_byte_tokenizer
 
 TEMPLATES = Path(__file__).parent / "chat_templates"
@@ -422,6 +424,12 @@ def test_a_template_that_refuses_a_conversation_is_told(tokenizers: Any) -> None
 def test_a_template_without_tools_is_refused_for_a_conversation_with_them(tokenizers: Any) -> None:
     with pytest.raises(InvalidRow, match="leaves out tools: tools has 'add', its rendering has not"):
         ChatMasks(tokenizers["smollm2"]).encode(with_tools())
+
+
+def test_a_slow_tokenizer_is_refused() -> None:
+    slow = SimpleNamespace(is_fast=False)
+    with pytest.raises(DataError, match=r"does not tell which characters .* a model folder with a tokenizer.json"):
+        ChatMasks(slow)
 
 
 def test_a_base_model_gets_plain_text_that_ends_with_the_end_token() -> None:
