@@ -39,6 +39,9 @@ os.environ |= {
 
 _GRACE_SECONDS = 10.0  # processes that were told to stop may need a moment
 _LIBRARY_HELPERS = ("multiprocessing.resource_tracker", "multiprocessing.forkserver", "torch/_inductor/compile_worker")
+_JANITOR = "forge/service/_janitor.py"  # ends with the process that started Monarch, which may be pytest itself
+_HELPERS = (*_LIBRARY_HELPERS, _JANITOR)
+_JANITOR = "forge/service/_janitor.py"  # ends with the process that started Monarch, which may be pytest itself
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
@@ -89,7 +92,7 @@ def _started_by_us() -> list[psutil.Process]:
 def _counts(process: psutil.Process) -> bool:
     with contextlib.suppress(psutil.Error):
         command = " ".join(process.cmdline())
-        return process.status() != psutil.STATUS_ZOMBIE and not any(helper in command for helper in _LIBRARY_HELPERS)
+        return process.status() != psutil.STATUS_ZOMBIE and not any(helper in command for helper in _HELPERS)
     return False
 
 

@@ -26,6 +26,7 @@ from forge.parts import (
     describe_model,
     describe_services,
     device,
+    ending,
     generator_arguments,
     generator_options,
     health_metrics,
@@ -33,7 +34,6 @@ from forge.parts import (
     read_model,
     refuse_unless,
     requests,
-    say_goodbye,
 )
 from forge.precision import resolve_dtype
 from forge.provisioner import Provisioner
@@ -117,10 +117,8 @@ async def start_parts(run: Run[GRPOConfig]) -> AsyncIterator[Parts]:
         async with provisioner, provisioner.ends_on_failure():
             provisioner.plan(requests(services_of(run.config)))
             parts = await start_actors(run, inputs)
-            try:
+            async with ending([parts.trainer, parts.generator, parts.reward, parts.reference], provisioner):
                 yield parts
-            finally:
-                await say_goodbye([parts.trainer, parts.generator, parts.reward, parts.reference])
 
 
 async def start_actors(run: Run[GRPOConfig], inputs: Inputs) -> Parts:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import AsyncIterator, Iterable, Mapping
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 from forge.actors.generator import Generator
+from forge.app import Stopped
 from forge.config import GeneratorServiceConfig, RunConfig, ServiceConfig
 from forge.models.architectures import (
     check_architecture,
@@ -21,7 +23,7 @@ from forge.models.hf_folder import WeightFiles, read_config, resolve_folder
 from forge.models.memory import TRAINING_BYTES_PER_PARAMETER
 from forge.placement import Request, place
 from forge.precision import resolve_dtype
-from forge.provisioner import this_machine
+from forge.provisioner import Provisioner, this_machine
 from forge.service import ActorHandle, Options, Service
 from forge.types import UserError
 
@@ -180,7 +182,22 @@ def health_metrics(services: Mapping[str, ActorHandle | Service | None]) -> dict
     return {f"services/{name}/{what}": value for name, health in found.items() for what, value in health.items()}
 
 
-async def say_goodbye(services: Iterable[ActorHandle | Service | None]) -> None:
+@asynccontextmanager
+async def ending(services: Iterable[ActorHandle | Service | None], provisioner: Provisioner) -> AsyncIterator[None]:
+    """Ends the services when the block is left, without asking them if the run failed: that has to end in seconds."""
+    try:
+        yield
+    except BaseException as error:
+        group = error if isinstance(error, BaseExceptionGroup) else BaseExceptionGroup("", [error])
+        if group.subgroup(Stopped):
+            await _say_goodbye(services)
+        else:
+            await provisioner.shutdown(now=True)
+        raise
+    await _say_goodbye(services)
+
+
+async def _say_goodbye(services: Iterable[ActorHandle | Service | None]) -> None:
     """Asks every service to end; what does not in time is ended by the provisioner."""
     goodbyes = asyncio.gather(*(s.shutdown() for s in services if s is not None), return_exceptions=True)
     with contextlib.suppress(TimeoutError):

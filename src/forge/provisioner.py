@@ -128,9 +128,9 @@ class Provisioner:
         self._previous, Provisioner._current = Provisioner._current, self
         return self
 
-    async def __aexit__(self, *_: object) -> None:
+    async def __aexit__(self, _type: object, error: BaseException | None, _traceback: object) -> None:
         Provisioner._current = self._previous
-        await self.shutdown()
+        await self.shutdown(now=error is not None)
 
     def plan(self, requests: Sequence[Request]) -> Placement:
         """Checks the sum of all GPUs, finds a place for every replica and settles CPU threads, before anything starts.
@@ -199,7 +199,10 @@ class Provisioner:
 
     @asynccontextmanager
     async def ends_on_failure(self) -> AsyncIterator[None]:
-        """Cancels the block and raises the error as soon as `fail` is called, whatever the block is waiting for."""
+        """Cancels the block, whatever it waits for, and raises the error as soon as `fail` is called, or a thread or
+        task of this process has died of an exception that nobody else would hear of."""
+
+        from forge.service.unseen import unseen_failures
 
         async def watch() -> None:
             raise await asyncio.shield(self._failed())
@@ -208,20 +211,21 @@ class Provisioner:
             async with asyncio.TaskGroup() as tasks:
                 watching = tasks.create_task(watch())
                 try:
-                    yield
+                    with unseen_failures(self.fail):
+                        yield
                 finally:
                     watching.cancel()
         except BaseExceptionGroup as group:
-            raise group.exceptions[0] from None
+            raise group.exceptions[0] from group.exceptions[0].__cause__
 
     def _failed(self) -> asyncio.Future[BaseException]:
         if self._failure is None:
             self._failure = asyncio.get_running_loop().create_future()
         return self._failure
 
-    async def shutdown(self) -> None:
-        """Ends every process that is still running, all groups at once."""
-        await asyncio.gather(*(group.stop() for group in list(self._groups)))
+    async def shutdown(self, *, now: bool = False) -> None:
+        """Ends every process that is still running, all groups at once; `now`: by force, which takes milliseconds."""
+        await asyncio.gather(*(group.stop(now=now) for group in list(self._groups)))
 
     @functools.cached_property
     def _hosts(self) -> Sequence[Host]:

@@ -3,6 +3,7 @@
 import gc
 import logging
 import os
+import signal
 
 import pytest
 import torch
@@ -185,6 +186,23 @@ def test_a_segment_counts_as_read_for_as_long_as_any_tensor_of_it_lives():
     del part
     gc.collect()
     assert not segment.is_read()
+
+
+def test_a_reader_that_is_killed_holds_its_segment_no_longer():
+    segment = Segment(64)
+    told, tell = os.pipe()
+    reader = os.fork()
+    if reader == 0:  # until it is killed
+        held = segment.handle.open(writable=False)
+        os.write(tell, bytes(held[:1].tolist()))
+        signal.pause()
+    os.read(told, 1)
+    assert segment.is_read()
+    os.kill(reader, signal.SIGKILL)
+    os.waitpid(reader, 0)
+    assert not segment.is_read()
+    os.close(told)
+    os.close(tell)
 
 
 def test_what_is_open_outlives_the_segment_and_opening_afterwards_fails():

@@ -16,13 +16,17 @@ from forge.actors.vllm_engine import EngineSettings, VllmEngine, check_weights, 
 from forge.actors.vllm_setup import configure_environment, keep_freed_memory
 from forge.service import ForgeActor, repeated_on_restart
 from forge.types import Completion
+from forge.weights import UnknownVersion
 
 
 class WeightSource(Protocol):
     """Where new weights come from; `forge.weights.WeightStore` is one."""
 
     async def fetch(self, version: int) -> dict[str, Tensor]:
-        """All tensors of a version under their Hugging Face names."""
+        """All tensors of a version under their Hugging Face names. Raises UnknownVersion where it is gone."""
+
+    async def versions(self) -> list[int]:
+        """The versions that exist, the one published last at the end."""
 
 
 class Generator(ForgeActor):
@@ -157,6 +161,7 @@ class Generator(ForgeActor):
 
         Args:
             version: the one that is in place, or an older one, changes nothing: a newer call has overtaken this one.
+                Where it was dropped meanwhile, as it may be before a replacement has started, the newest is taken.
             rollback: take an older version all the same, as after a trainer's restart from a checkpoint.
 
         Returns:
@@ -172,7 +177,7 @@ class Generator(ForgeActor):
             if version == self._version or (version < self._version and not rollback):
                 return {"fetch": 0.0, "swap": 0.0}
             started = time.perf_counter()
-            weights = await self._weights.fetch(version)
+            version, weights = await _fetch(self._weights, version)
             if self._expected is not None:
                 check_weights(weights, self._expected)
             async with staged(weights, tensor_parallel=self._settings.tensor_parallel) as form:
@@ -234,6 +239,18 @@ class Generator(ForgeActor):
                 "stop_reason": result.stop_reason,
             },
         )
+
+
+async def _fetch(source: WeightSource, version: int) -> tuple[int, dict[str, Tensor]]:
+    """`version`, or what was published last if that is gone; raises UnknownVersion if there is nothing newer."""
+    while True:
+        try:
+            return version, await source.fetch(version)
+        except UnknownVersion:
+            newest = (await source.versions())[-1:]
+            if newest in ([], [version]):
+                raise
+            version = newest[0]
 
 
 def _check_sampling(*, n: int, temperature: float, top_p: float, max_new_tokens: int) -> None:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
+import multiprocessing.connection
 import os
 import shutil
 import tempfile
+import threading
 import warnings
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
@@ -18,6 +21,9 @@ from torch import Tensor
 from forge.actors import _patches_vllm
 from forge.actors.engine_loop import Finished, Request
 from forge.actors.vllm_setup import kv_cache_bytes, resolve_dtype
+from forge.service.scratch import shared_name
+
+logger = logging.getLogger(__name__)
 
 _CPU_STEP_TOKENS = 512
 """Prompt tokens in one step on the CPU. More does not make the matrix products faster there, and nobody else decodes,
@@ -67,6 +73,9 @@ class VllmEngine:
         self._llm.set_weight_version(str(self.version))
         self._requests: dict[str, _InFlight] = {}
         self._drained: list[Finished] = []
+        self._closing = False
+        if settings.tensor_parallel > 1:
+            threading.Thread(target=self._end_with_the_workers, name="forge-vllm-workers", daemon=True).start()
         self._reseed()
 
     @property
@@ -135,10 +144,22 @@ class VllmEngine:
         self._reseed()
 
     def close(self) -> None:
+        self._closing = True
         try:
             self._llm.engine_core.shutdown()
         finally:
             Path(self._rendezvous.removeprefix("file://")).unlink(missing_ok=True)  # vLLM leaves it
+
+    def _end_with_the_workers(self) -> None:
+        """Waits for the first of vLLM's worker processes to end, and ends this one with it: the replica dies as a
+        whole, which is what the service notices and mends."""
+        workers = [worker.proc for worker in self._llm.engine_core.engine_core.model_executor.workers]
+        ended = multiprocessing.connection.wait([worker.sentinel for worker in workers])
+        if not self._closing:
+            [died] = [worker for worker in workers if worker.sentinel == ended[0]]
+            died.join()
+            logger.error("vLLM's worker process %d ended with status %s.", died.pid, died.exitcode)
+            os._exit(1)
 
     @property
     def _scheduler(self) -> Any:
@@ -273,7 +294,7 @@ async def staged(weights: dict[str, Tensor], *, tensor_parallel: int) -> AsyncIt
     from safetensors.torch import save_file
 
     size = sum(tensor.numel() * tensor.element_size() for tensor in weights.values())
-    folder = tempfile.mkdtemp(prefix="forge-weights-", dir=_roomy_folder(size))
+    folder = tempfile.mkdtemp(prefix=shared_name(), dir=_roomy_folder(size))
     try:
         path = os.path.join(folder, "weights.safetensors")
         await asyncio.to_thread(save_file, {name: tensor.contiguous() for name, tensor in weights.items()}, path)

@@ -58,6 +58,10 @@ class Host(Protocol):
 
     def forget(self, pid: int) -> None: ...
 
+    async def settled(self) -> None:
+        """Returns when what ended processes had started has ended too, as far as that can be seen from here."""
+        ...
+
     async def reserve_port(self) -> int: ...
 
     def release_port(self, port: int) -> None: ...
@@ -107,6 +111,9 @@ class LocalHost:
 
     def forget(self, pid: int) -> None:
         self._watch.forget(pid)
+
+    async def settled(self) -> None:
+        await self._watch.settled()
 
     async def reserve_port(self) -> int:
         return self._ports.reserve(self.address)
@@ -199,6 +206,9 @@ class RemoteHost:
 
     def forget(self, pid: int) -> None:
         self._listeners.pop(pid, None)
+
+    async def settled(self) -> None:
+        pass  # its agent sees to it
 
     async def reserve_port(self) -> int:
         port: int = await self.unless_lost(self._agent.reserve_port.call_one(self.address).as_asyncio())

@@ -31,6 +31,10 @@ class HostedActor(Actor):
         return await self._worker.handle(message)
 
     @concurrent_endpoint(instrument=False)
+    async def watch(self, _: bytes) -> bytes:
+        return await self._worker.watch()
+
+    @concurrent_endpoint(instrument=False)
     async def shutdown(self, _: bytes) -> bytes:
         return await self._worker.stop()
 
@@ -41,7 +45,12 @@ class MonarchMesh:
     def __init__(self, group: ProcGroup) -> None:
         self._group = group
         actors = group.mesh.spawn("forge_actor", HostedActor)
-        self._endpoints = {"start": actors.start, "call": actors.call, "shutdown": actors.shutdown}
+        self._endpoints = {
+            "start": actors.start,
+            "call": actors.call,
+            "watch": actors.watch,
+            "shutdown": actors.shutdown,
+        }
 
     def send(self, kind: str, payload: bytes) -> Sequence[asyncio.Future[bytes]]:
         endpoint = self._endpoints[kind]

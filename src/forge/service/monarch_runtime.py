@@ -9,7 +9,10 @@ import os
 import sys
 import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from forge.service import scratch
 
 if TYPE_CHECKING:
     from monarch.actor import HostMesh
@@ -33,11 +36,12 @@ def host_mesh() -> HostMesh:
     """This host. The first call starts the runtime; it cannot be started again once it was shut down, so it stays until
     the interpreter exits, and what is stopped before that is the processes."""
     os.environ.setdefault("MONARCH_FILE_LOG_LEVEL", "error")
+    scratch.folder()  # before Monarch is imported, so that its farewell comes before the janitor's
     import monarch.actor
 
     monarch.actor.config.prefix_python_logs_with_actor = False
     monarch.actor.unhandled_fault_hook = _fault_hook(monarch.actor.unhandled_fault_hook)
-    with _without_the_line("Monarch internal logs are being written to"):
+    with _without_the_line("Monarch internal logs are being written to"), _temporary_files_in(scratch.folder()):
         return monarch.actor.this_host()
 
 
@@ -53,6 +57,20 @@ def _fault_hook(previous: Any) -> Any:
             previous(failure)
 
     return hook
+
+
+@contextlib.contextmanager
+def _temporary_files_in(folder: Path) -> Iterator[None]:
+    """For native code, which reads the variable itself."""
+    before = os.environ.get("TMPDIR")
+    os.environ["TMPDIR"] = str(folder)
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["TMPDIR"]
+        else:
+            os.environ["TMPDIR"] = before
 
 
 @contextlib.contextmanager

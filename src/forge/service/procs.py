@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from monarch.actor import Actor, default_bootstrap_cmd
 from monarch.actor.concurrent import concurrent_endpoint
 
-from forge.service import _bootstrap
+from forge.service import _bootstrap, scratch
 from forge.service.hosts import Host, mesh_of
 
 if TYPE_CHECKING:
@@ -106,24 +106,34 @@ class ProcGroup:
             return None
         return (self._spec.log_dir / f"{self.name.replace('/', '-')}-{rank}.log").resolve()
 
-    async def stop(self) -> None:
-        """Ends the processes: asks Monarch, and kills whatever is left after `STOP_TIMEOUT_S`. Never raises."""
+    async def stop(self, *, now: bool = False) -> None:
+        """Ends the processes: asks Monarch, and kills whatever is left after `STOP_TIMEOUT_S`. Never raises.
+
+        Args:
+            now: kill them without asking, which takes milliseconds.
+        """
+        if now:
+            self._kill()
         if self._stop_task is None:
-            self._stop_task = asyncio.ensure_future(self._stop())
+            self._stop_task = asyncio.ensure_future(self._stop(now=now))
         await asyncio.shield(self._stop_task)  # whoever waits may be cancelled, stopping may not
 
-    async def _stop(self) -> None:
+    def _kill(self) -> None:
+        for rank, pid in enumerate(self.pids):
+            if rank not in self._dead:
+                self._host(rank).kill(pid)
+
+    async def _stop(self, *, now: bool) -> None:
         try:
             # A mesh with a host that is lost would be waited for in vain; the others' processes are killed below.
-            if hasattr(self, "mesh") and len(self._dead) < self.size and not self._lost_hosts():
+            if hasattr(self, "mesh") and not now and len(self._dead) < self.size and not self._lost_hosts():
                 await asyncio.wait_for(self.mesh.stop().as_asyncio(), STOP_TIMEOUT_S)
         except Exception as error:
             logger.debug("stopping %s: %r", self.name, error)
         finally:
-            for rank, pid in enumerate(self.pids):
-                if rank not in self._dead:
-                    self._host(rank).kill(pid)
+            self._kill()
             await self._wait_for_exit()
+            await asyncio.gather(*(host.settled() for host in self.hosts))
             if self._port:
                 self.hosts[0].release_port(self._port)
             for listener in self._stopped_listeners:
@@ -150,6 +160,7 @@ class ProcGroup:
     def _command(self, rank: int) -> object:
         spec = self._spec
         env = {
+            **(scratch.variables() if self._host(rank).worker is None else {}),
             **spec.env,
             **self._host(rank).env,
             **(spec.rank_env[rank] if spec.rank_env else {}),

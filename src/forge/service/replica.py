@@ -8,7 +8,7 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-from forge.service.errors import ReplicaDied
+from forge.service.errors import ActorFailed, ReplicaDied
 from forge.service.wire import decode_reply, encode_call
 
 logger = logging.getLogger(__name__)
@@ -20,7 +20,8 @@ class Mesh(Protocol):
     def send(self, kind: str, payload: bytes) -> Sequence[asyncio.Future[bytes]]:
         """Sends to every rank; one future for each, in the order in which the replies arrive.
 
-        `kind` is "start" (payload: an encoded class and its arguments), "call" (an encoded call) or "shutdown".
+        `kind` is "start" (payload: an encoded class and its arguments), "call" (an encoded call), "watch" (answered
+        when a thread or task of the process has died of an exception) or "shutdown".
         """
 
     async def stop(self) -> None:
@@ -33,8 +34,12 @@ class Mesh(Protocol):
 class State(enum.Enum):
     STARTING = "starting"
     HEALTHY = "healthy"
+    FAILED = "failed"
     DEAD = "dead"
     STOPPED = "stopped"
+
+
+_ENDED = (State.FAILED, State.DEAD, State.STOPPED)
 
 
 class Replica:
@@ -42,7 +47,8 @@ class Replica:
 
     Consumes calls, produces their results, waits for the replies of the mesh, ends with `stop` or with the death of any
     of its processes: then every unanswered call fails with `ReplicaDied` at once, and later ones too. An exception that
-    a method raises is an answer like any other; the replica stays healthy.
+    a method raises is an answer like any other; the replica stays healthy. One that ends a thread or task which the
+    actor had started is nobody's answer: every call fails with `ActorFailed` then.
     """
 
     def __init__(self, mesh: Mesh, *, service: str, index: int) -> None:
@@ -52,8 +58,10 @@ class Replica:
         self.in_flight = 0
         self._mesh = mesh
         self._death: ReplicaDied | None = None
+        self._failure: ActorFailed | None = None
         self._unanswered: set[asyncio.Future[bytes]] = set()
         self._listeners: list[Callable[[Replica], None]] = []
+        self._failure_listeners: list[Callable[[ActorFailed], None]] = []
         mesh.on_death(self._process_died)
 
     @property
@@ -71,8 +79,14 @@ class Replica:
         if self.state is State.DEAD:
             listener(self)
 
+    def on_failure(self, listener: Callable[[ActorFailed], None]) -> None:
+        """Calls `listener(failure)` once, when the replica has become FAILED."""
+        self._failure_listeners.append(listener)
+
     async def start(self, spec: bytes) -> None:
         """Builds the actor on every rank. Raises what its `__init__` or `setup` raised."""
+        for reply in self._mesh.send("watch", b""):
+            reply.add_done_callback(self._watch_ended)
         await self._ask("start", spec)
         self.state = State.HEALTHY
 
@@ -101,7 +115,7 @@ class Replica:
         await self._mesh.stop()
 
     async def _ask(self, kind: str, payload: bytes) -> list[Any]:
-        if self.state in (State.DEAD, State.STOPPED):
+        if self.state in _ENDED:
             raise self._unavailable()
         replies = self._mesh.send(kind, payload)
         self._unanswered.update(replies)
@@ -121,14 +135,27 @@ class Replica:
     async def _answer(self, reply: asyncio.Future[bytes]) -> bytes:
         try:
             return await reply
-        except ReplicaDied:
+        except (ReplicaDied, ActorFailed):
             raise
         except Exception as error:  # not an answer: the transport gave up, which is how other hosts' deaths show
             self._process_died(None, str(error))
             raise self._unavailable() from error
 
+    def _watch_ended(self, reply: asyncio.Future[bytes]) -> None:
+        if reply.cancelled() or reply.exception() or self.state in _ENDED:  # a death is heard of in other ways
+            return
+        try:
+            decode_reply(reply.result())
+        except Exception as failure:
+            self.state = State.FAILED
+            self._failure = ActorFailed(f"{self.service} (replica {self.index}): {failure}")
+            self._failure.__cause__ = failure.__cause__
+            self._fail_unanswered()
+            for listener in self._failure_listeners:
+                listener(self._failure)
+
     def _process_died(self, rank: int | None, reason: str) -> None:
-        if self.state in (State.DEAD, State.STOPPED):
+        if self.state in _ENDED:
             return
         self.state = State.DEAD
         which = "a process" if rank is None else f"the process of rank {rank}"
@@ -148,8 +175,12 @@ class Replica:
                 reply.set_exception(self._unavailable())
         self._unanswered.clear()
 
-    def _unavailable(self) -> ReplicaDied:
+    def _unavailable(self) -> ReplicaDied | ActorFailed:
         """A new exception each time: one that is shared would collect the tracebacks of all who raise it."""
+        if self._failure is not None:
+            failed = ActorFailed(str(self._failure))
+            failed.__cause__ = self._failure.__cause__
+            return failed
         if self._death is not None:
             e = self._death
             return ReplicaDied(str(e), service=e.service, replica=e.replica, rank=e.rank)

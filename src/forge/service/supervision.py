@@ -162,6 +162,7 @@ class Starter:
 
     async def _start_once(self, index: int, prepare: Prepare | None) -> Replica:
         replica = Replica(await self._new_mesh(index), service=self._service, index=index)
+        replica.on_failure(self.fail)
         try:
             await replica.start(self._spec)
             if prepare is not None:

@@ -13,6 +13,8 @@ from collections.abc import Callable
 from typing import Any
 
 from forge.service.actor import ForgeActor, endpoints_of
+from forge.service.errors import ActorFailed
+from forge.service.unseen import unseen_failures
 from forge.service.wire import decode, decode_call, encode_error, encode_reply
 
 
@@ -94,6 +96,12 @@ class Worker:
             if isinstance(error, asyncio.CancelledError) and _being_cancelled():
                 raise  # the process is being stopped; there is nobody to answer
             return encode_error(self._rank, error)
+
+    async def watch(self) -> bytes:
+        """Answers when a thread or task of this process has died of an exception that nobody else would hear of."""
+        failed: asyncio.Future[ActorFailed] = asyncio.get_running_loop().create_future()
+        with unseen_failures(lambda failure: None if failed.done() else failed.set_result(failure)):
+            return encode_error(self._rank, await failed)
 
     async def stop(self) -> bytes:
         """Runs the actor's own `shutdown`, if it has one."""

@@ -94,6 +94,8 @@ class WeightStore:
             await group.stop()
             raise
         store._group = group
+        provisioner = Provisioner.current()
+        group.on_death(lambda _, reason: provisioner.fail(WeightStoreError(f"The weight store died. {reason}")))
         return store
 
     async def publish(

@@ -13,6 +13,7 @@ class InProcessMesh:
         self._workers = [Worker(rank) for rank in range(size)]
         self._tasks: set[asyncio.Task[None]] = set()
         self.stopped = False
+        self.failure: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
         self.die: Callable[[int, str], None] = lambda rank, reason: None
 
     def send(self, kind: str, payload: bytes) -> list[asyncio.Future[bytes]]:
@@ -23,7 +24,9 @@ class InProcessMesh:
         reply: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
 
         async def answer() -> None:
-            if kind == "shutdown":
+            if kind == "watch":  # listens to the whole process, which is the test's here
+                result = await self.failure
+            elif kind == "shutdown":
                 result = await worker.stop()
             else:
                 result = await (worker.start(payload) if kind == "start" else worker.handle(payload))

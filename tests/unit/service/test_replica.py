@@ -2,9 +2,9 @@ import asyncio
 
 import pytest
 
-from forge.service import ForgeActor, ReplicaDied
+from forge.service import ActorFailed, ForgeActor, RemoteTraceback, ReplicaDied
 from forge.service.replica import Replica, State
-from forge.service.wire import encode
+from forge.service.wire import encode, encode_error
 
 
 class Slow(ForgeActor):
@@ -168,3 +168,22 @@ def test_stop_does_not_wait_longer_than_the_grace_for_a_shutdown_that_hangs(new_
         return mesh.stopped
 
     assert asyncio.run(main())
+
+
+def test_what_dies_unseen_fails_every_call_with_its_cause(new_mesh):
+    async def main():
+        told = []
+        mesh = new_mesh(2)
+        replica = await healthy(mesh)
+        replica.on_failure(told.append)
+        open_call = asyncio.ensure_future(replica.call("wait", (30,), {}))
+        await asyncio.sleep(0)
+        mesh.failure.set_result(encode_error(0, ActorFailed("the thread 'x' died of KeyError: 1")))
+        for call in (open_call, replica.call("wait", (0,), {})):
+            with pytest.raises(ActorFailed, match=r"\(replica 1\): the thread 'x' died of KeyError") as info:
+                await asyncio.wait_for(call, 1)
+            assert isinstance(info.value.__cause__, RemoteTraceback)
+        await replica.stop()
+        return len(told), mesh.stopped
+
+    assert asyncio.run(main()) == (1, True)

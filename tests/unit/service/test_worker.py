@@ -1,10 +1,12 @@
 import asyncio
+import gc
+import sys
 import threading
 import time
 
 import pytest
 
-from forge.service import ForgeActor, RemoteError
+from forge.service import ActorFailed, ForgeActor, RemoteError
 from forge.service.wire import decode_reply, encode, encode_call
 from forge.service.worker import Worker
 
@@ -114,3 +116,63 @@ def test_other_ranks_send_their_result_only_when_asked():
         return [await ask(worker, "busy", every_rank_answers=everyone) for everyone in (True, False)]
 
     assert asyncio.run(main()) == [1, None]
+
+
+class Careless(ForgeActor):
+    async def lose_a_task(self):
+        async def work():
+            raise LookupError("nobody awaits me")
+
+        asyncio.ensure_future(work())  # noqa: RUF006 - that is what is tested
+
+    async def keep_a_task(self):
+        async def work():
+            raise LookupError("awaited below")
+
+        try:
+            await asyncio.ensure_future(work())
+        except LookupError:
+            return "caught"
+
+    def leave_a_thread(self):
+        thread = threading.Thread(target=lambda: 1 / 0, name="helper")
+        thread.start()
+        thread.join()
+
+    def end_a_thread(self):
+        thread = threading.Thread(target=sys.exit)
+        thread.start()
+        thread.join()
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize(
+    ("method", "told"),
+    [
+        ("lose_a_task", r"the task '.*' died of LookupError: nobody awaits me"),
+        ("leave_a_thread", r"the thread 'helper' died of ZeroDivisionError"),
+        ("keep_a_task", None),
+        ("end_a_thread", None),
+    ],
+)
+def test_the_watch_answers_when_something_died_that_nobody_waits_for(method, told):
+    async def main():
+        before = threading.excepthook
+        worker = Worker(rank=0)
+        decode_reply(await worker.start(encode((Careless, {}))))
+        watch = asyncio.ensure_future(worker.watch())
+        await asyncio.sleep(0)
+        await ask(worker, method)
+        gc.collect()
+        done, _ = await asyncio.wait([watch], timeout=0.2)
+        if told is None:
+            assert not done
+            watch.cancel()
+            await asyncio.wait([watch])
+        else:
+            with pytest.raises(ActorFailed, match=told) as info:
+                decode_reply(watch.result())
+            assert "Traceback" in str(info.value.__cause__)
+        assert threading.excepthook is before
+
+    asyncio.run(main())
