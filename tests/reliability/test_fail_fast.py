@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -17,6 +18,7 @@ import pytest
 from forge.provisioner import Provisioner
 from forge.service import ActorFailed, ForgeActor
 from forge.testing import toy_reward
+from forge.weights import WeightStore, WeightStoreError
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # a child cannot import this file by its name
 
@@ -168,6 +170,20 @@ def test_what_dies_unseen_in_an_actor_fails_its_calls_and_ends_what_its_owner_wa
     assert "Traceback" in traceback
 
 
+def test_the_death_of_the_weight_store_ends_what_its_owner_waits_for():
+    async def main():
+        async with Provisioner(gpus=[]) as provisioner, provisioner.ends_on_failure():
+            store = await WeightStore.start()
+            os.kill(store._group.pids[0], signal.SIGKILL)
+            await asyncio.sleep(600)
+
+    started = time.monotonic()
+    with pytest.raises(WeightStoreError, match=r"The weight store died\. It was killed by SIGKILL"):
+        asyncio.run(asyncio.wait_for(main(), 60))
+    assert time.monotonic() - started < 30
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_what_dies_unseen_in_the_controller_ends_it_too():
     async def main(fail):
         async with Provisioner(gpus=[]) as provisioner, provisioner.ends_on_failure():
