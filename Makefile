@@ -24,11 +24,12 @@ OUTER_PATH := $(PATH)
 export VIRTUAL_ENV := $(abspath $(VENV))
 export PATH := $(VIRTUAL_ENV)/bin:$(PATH)
 
-.PHONY: help install grpo test test-unit lint format bench clean distclean
+.PHONY: help install grpo sft sft-grpo test test-unit lint format bench clean distclean
 
 help:
 	@echo 'make grpo       install what is missing, then train SmolLM2-135M with GRPO on the CPU'
 	@echo '                (make grpo ARGS="--training.steps 5" passes overrides on)'
+	@echo 'make sft        the same for supervised fine-tuning; make sft-grpo: that first, then GRPO of what it made'
 	@echo 'make test       install what is missing, then run every test; make test-unit: the quick ones'
 	@echo 'make lint       style and types'
 	@echo 'make bench      the benchmarks'
@@ -39,6 +40,16 @@ install: $(STAMP)
 grpo: $(STAMP)
 	$(BIN)/python scripts/fetch_model.py
 	$(BIN)/python -m apps.grpo.main --config apps/grpo/smollm2_135m.yaml $(ARGS)
+
+sft: $(STAMP)
+	$(BIN)/python scripts/fetch_model.py
+	$(BIN)/python -m apps.sft.main --config apps/sft/smollm2_135m.yaml $(ARGS)
+
+# Fine-tuning teaches the format, GRPO raises the accuracy; apps/grpo/smollm2_after_sft.yaml starts from the first's folder.
+sft-grpo: $(STAMP)
+	$(BIN)/python scripts/fetch_model.py
+	$(BIN)/python -m apps.sft.main --config apps/sft/smollm2_135m.yaml --output_dir runs/sft-grpo/sft
+	$(BIN)/python -m apps.grpo.main --config apps/grpo/smollm2_after_sft.yaml --output_dir runs/sft-grpo/grpo $(ARGS)
 
 test: $(STAMP)
 	$(PYTEST) --durations=15 $(TESTS) $(ARGS)

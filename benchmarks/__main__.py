@@ -16,6 +16,7 @@ from pathlib import Path
 # With the arguments that keep the whole under 15 minutes; None: on request only.
 NAMES: dict[str, list[str] | None] = {
     "trainer_step": [],
+    "sft_packing": [],
     "weight_sync": [],
     "rollout_overhead": [],
     "attention_cpu": [],

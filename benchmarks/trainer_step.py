@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from benchmarks.report import SMOLLM2, median_of, parser, report
 from forge.actors.scoring import Scorer
@@ -93,10 +93,10 @@ def padded(inputs: dict[str, Tensor], targets: dict[str, Tensor]) -> list[Packed
     return rows
 
 
-def steps_of(model: LoadedModel, batch: Batch) -> Callable[[list[PackedRow]], float]:
-    """A function that makes one optimizer step over the rows and returns its seconds."""
+def steps_of(model: LoadedModel, batch: Batch, *, loss: nn.Module | None = None) -> Callable[[list[PackedRow]], float]:
+    """A function that makes one optimizer step over the rows and returns its seconds; the loss is GRPO's by default."""
     scorer = Scorer(model, temperature=1.0, device=torch.device("cpu"))
-    objective = Objective(build_loss("grpo"))
+    objective = Objective(loss or build_loss("grpo"))
     optimizer = torch.optim.AdamW(model.module.parameters(), lr=1e-6, fused=True)
     targets = {k: v for k, v in batch[1].items() if k != "response"}
 

@@ -17,7 +17,6 @@ from forge.config import GRPOConfig
 from forge.data.datasets import Sample, SampleStream, build_datasets
 from forge.data.rewards import build_rewards
 from forge.data.sources import Row
-from forge.launcher import open_hosts
 from forge.losses import build_loss
 from forge.parts import (
     Services,
@@ -31,12 +30,11 @@ from forge.parts import (
     generator_options,
     health_metrics,
     options,
+    provisioned,
     read_model,
     refuse_unless,
-    requests,
 )
 from forge.precision import resolve_dtype
-from forge.provisioner import Provisioner
 from forge.service import ActorHandle, Service
 from forge.types import UserError
 from forge.weights import WeightStore
@@ -107,18 +105,10 @@ async def start_parts(run: Run[GRPOConfig]) -> AsyncIterator[Parts]:
     """Reads the inputs and starts every actor; when left, ends them all."""
     run.console.phase("reading model and data")
     inputs = await run.unless_stopped(asyncio.to_thread(read_inputs, run.config, run.folder))
-    async with open_hosts(run.config.launcher, run.config.hosts) as hosts:
-        provisioner = Provisioner(
-            hosts=hosts,
-            log_dir=run.folder / "logs",
-            restarts=run.config.restarts,
-            on_incident=lambda incident: run.console.warn(str(incident)),
-        )
-        async with provisioner, provisioner.ends_on_failure():
-            provisioner.plan(requests(services_of(run.config)))
-            parts = await start_actors(run, inputs)
-            async with ending([parts.trainer, parts.generator, parts.reward, parts.reference], provisioner):
-                yield parts
+    async with provisioned(run, services_of(run.config)) as provisioner:
+        parts = await start_actors(run, inputs)
+        async with ending([parts.trainer, parts.generator, parts.reward, parts.reference], provisioner):
+            yield parts
 
 
 async def start_actors(run: Run[GRPOConfig], inputs: Inputs) -> Parts:

@@ -57,8 +57,13 @@ class Checkpoints:
         partial.mkdir(parents=True)
         return partial
 
-    def commit(self, step: int, *, state: dict[str, Any]) -> Path:
-        """Adds the controller's state, flushes everything to disk, and gives the checkpoint its name."""
+    def commit(self, step: int, *, state: dict[str, Any], best: int | None = None) -> Path:
+        """Adds the controller's state, flushes everything to disk, and gives the checkpoint its name.
+
+        Args:
+            best: the step of the best checkpoint so far, which is kept beside the latest; `best` in the folder is a
+                link to it.
+        """
         partial, final = self._folder / f"step-{step}.partial", self._folder / f"step-{step}"
         (partial / STATE).write_text(json.dumps(state))
         files = [p for p in sorted(partial.rglob("*")) if p.is_file()]
@@ -71,10 +76,19 @@ class Checkpoints:
         os.replace(partial, final)
         _flush(self._folder)
         whole = [path for path in self._all() if path not in self._passed_over]
+        if best is not None and (self._folder / f"step-{best}").is_dir():
+            self._link_best(f"step-{best}")
+            whole = [path for path in whole if path.name != f"step-{best}" or path == final]
         for old in [*whole[: -self._keep], *self._passed_over, *self._folder.glob("step-*.*")]:
             shutil.rmtree(old, ignore_errors=True)
         self._passed_over = []
         return final
+
+    def _link_best(self, name: str) -> None:
+        fresh = self._folder / "best.new"
+        fresh.unlink(missing_ok=True)
+        fresh.symlink_to(name)
+        os.replace(fresh, self._folder / "best")
 
     def latest(self) -> Path | None:
         """The newest checkpoint whose files are intact; torn ones are named in `self.torn`."""

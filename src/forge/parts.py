@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from forge.actors.generator import Generator
-from forge.app import Stopped
+from forge.app import Run, Stopped
 from forge.config import GeneratorServiceConfig, RunConfig, ServiceConfig
+from forge.launcher import open_hosts
 from forge.models.architectures import (
     check_architecture,
     check_pipeline_parallel,
@@ -180,6 +181,21 @@ def health_metrics(services: Mapping[str, ActorHandle | Service | None]) -> dict
     """How the services are, by their names: "services/reward/healthy" and so on."""
     found = {name: service.health() for name, service in services.items() if service is not None}
     return {f"services/{name}/{what}": value for name, health in found.items() for what, value in health.items()}
+
+
+@asynccontextmanager
+async def provisioned(run: Run[Any], services: Services) -> AsyncIterator[Provisioner]:
+    """Processes for the services, on this machine or those of the launcher; when left, ends them all."""
+    async with open_hosts(run.config.launcher, run.config.hosts) as hosts:
+        provisioner = Provisioner(
+            hosts=hosts,
+            log_dir=run.folder / "logs",
+            restarts=run.config.restarts,
+            on_incident=lambda incident: run.console.warn(str(incident)),
+        )
+        async with provisioner, provisioner.ends_on_failure():
+            provisioner.plan(requests(services))
+            yield provisioner
 
 
 @asynccontextmanager

@@ -37,6 +37,7 @@ from forge.config.sections import (
     TrainingConfig,
 )
 from forge.config.sft_data import SFTColumnsConfig, SFTDatasetConfig, SFTEvalConfig, SFTSourceConfig
+from forge.config.sft_schema import SFTCheckpointConfig, SFTConfig, SFTServices, SFTValidationConfig
 
 __all__ = [
     "EXIT_WRONG_INPUT",
@@ -62,10 +63,14 @@ __all__ = [
     "RewardConfig",
     "RewardServiceConfig",
     "RunConfig",
+    "SFTCheckpointConfig",
     "SFTColumnsConfig",
+    "SFTConfig",
     "SFTDatasetConfig",
     "SFTEvalConfig",
+    "SFTServices",
     "SFTSourceConfig",
+    "SFTValidationConfig",
     "ServiceConfig",
     "SourceConfig",
     "TrainingConfig",

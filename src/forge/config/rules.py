@@ -16,6 +16,7 @@ from forge.config.errors import Problem
 if TYPE_CHECKING:
     from forge.config.schema import GRPOConfig
     from forge.config.sections import ParallelismConfig, RunConfig, ServiceConfig
+    from forge.config.sft_schema import SFTConfig
 
 LOSSES = ("simple_grpo", "grpo", "dr_grpo", "dapo", "cispo", "gspo", "sapo", "reinforce")
 _CLIPPED = {"grpo", "dr_grpo", "dapo", "gspo"}  # those that read clip_low and clip_high
@@ -179,7 +180,7 @@ def grpo_problems(cfg: GRPOConfig) -> Iterator[Problem]:
             why="the question would be left out",
             fix="write {prompt} where the question belongs",
         )
-    yield from _services(cfg)
+    yield from services_problems(cfg)
     yield from processes_problems(cfg, cfg.services.trainer)
     yield from _lengths(cfg)
     if cfg.lora is not None and cfg.lora.dropout:
@@ -218,7 +219,8 @@ def grpo_problems(cfg: GRPOConfig) -> Iterator[Problem]:
             )
 
 
-def _services(cfg: GRPOConfig) -> Iterator[Problem]:
+def services_problems(cfg: GRPOConfig | SFTConfig) -> Iterator[Problem]:
+    """What is wrong in the services, whichever there are."""
     services = cfg.services
     if services.trainer.num_replicas > 1:
         n = services.trainer.num_replicas

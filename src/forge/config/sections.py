@@ -66,7 +66,8 @@ class TrainingConfig:
     steps: PositiveInt = 100
     """Optimizer steps of the whole run."""
     batch_size: PositiveInt = 4
-    """Prompts in one accumulation step, over all ranks; a step takes batch_size × gradient_accumulation_steps."""
+    """Prompts, or samples of fine-tuning, in one accumulation step, over all ranks; an optimizer step takes
+    batch_size × gradient_accumulation_steps."""
     gradient_accumulation_steps: PositiveInt = 1
     """Accumulation steps in one optimizer step."""
     learning_rate: PositiveFloat = 1e-6

@@ -50,10 +50,17 @@ CATALOGUE: dict[str, MetricInfo] = {
     ),
     "groups/<outcome>": MetricInfo("groups by outcome: trained, zero_variance, too_old, failed", "groups", "sum"),
     "episodes/<outcome>": MetricInfo("episodes by outcome: failed, aborted", "episodes", "sum"),
-    "tokens/<outcome>": MetricInfo("tokens by outcome: dropped (by the importance correction)", "tokens", "sum"),
+    "tokens/<outcome>": MetricInfo(
+        "tokens by outcome: trained, dropped (by the importance correction)", "tokens", "sum"
+    ),
     "prompts/<outcome>": MetricInfo("problems of the data set by outcome: too_long", "prompts", "sum"),
+    "documents/<outcome>": MetricInfo(
+        "samples of fine-tuning by outcome, so far: truncated, too_long, nothing_trained, held_out", "samples", "last"
+    ),
+    "data/epoch": MetricInfo("passes over the (first) data set so far", "epochs", "last"),
     "buffer/<state>": MetricInfo("groups in the replay buffer when the step began: waiting, running", "groups", "last"),
     "throughput/episodes_per_s": MetricInfo("episodes trained, per second of the whole step", "1/s", "last"),
+    "throughput/documents_per_s": MetricInfo("samples of fine-tuning, per second of the whole step", "1/s", "last"),
     "throughput/train_tokens_per_s": MetricInfo(
         "tokens trained on, shared prompts once, per second of training", "1/s", "last"
     ),
@@ -83,7 +90,10 @@ CATALOGUE: dict[str, MetricInfo] = {
     "eval/reward": MetricInfo("weighted reward on held-out problems, greedy decoding", "", "last"),
     "eval/accuracy": MetricInfo("share of held-out problems answered right, greedy decoding", "", "last"),
     "eval/loss": MetricInfo("loss on held-out samples (supervised fine-tuning)", "nats", "last"),
-    "eval/samples": MetricInfo("how many held-out problems", "problems", "last"),
+    "eval/perplexity": MetricInfo("exp(eval/loss)", "", "last"),
+    "eval/token_accuracy": MetricInfo("share of held-out trained tokens that the model ranks first", "", "last"),
+    "eval/tokens": MetricInfo("held-out trained tokens", "tokens", "last"),
+    "eval/samples": MetricInfo("how many held-out problems or samples", "problems", "last"),
     "eval/mean_len": MetricInfo("length of the held-out completions", "tokens", "last"),
     "eval/truncated_frac": MetricInfo("share of them cut off", "", "last"),
     "eval/seconds": MetricInfo("how long the evaluation took", "s", "last"),

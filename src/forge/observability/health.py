@@ -46,7 +46,7 @@ class HealthMonitor:
         if self._first_entropy is None and math.isfinite(entropy):
             self._first_entropy = entropy
         collapsed = entropy < limits.entropy_floor or entropy < limits.entropy_share * (self._first_entropy or 0.0)
-        sure_and_right = values.get("reward/mean", 0.0) >= 0.9
+        sure_and_right = values.get("reward/mean", 1.0) >= 0.9  # without a reward: fine-tuning, which is to become sure
         trained, flat = values.get("groups/trained", 0.0), values.get("groups/zero_variance", 0.0)
         candidates = {
             "entropy": (

@@ -59,3 +59,7 @@ def test_groups_without_variance_are_warned_about_when_they_are_nearly_all() -> 
     half_flat = {"groups/trained": 4.0, "groups/zero_variance": 4.0}
     assert "8 of 8 groups" in warnings_after(*[mostly_flat] * 3)[-1][0]
     assert warnings_after(*[half_flat] * 3)[-1] == []
+
+
+def test_fine_tuning_may_become_as_sure_as_it_likes() -> None:
+    assert warnings_after({"entropy": 1.0}, *[{"entropy": 0.001}] * 5) == [[]] * 6
