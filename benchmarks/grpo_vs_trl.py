@@ -61,6 +61,8 @@ def recipe(*, examples: int, rewards: list[Any] | None, seq_len: int) -> dict[st
         for i in range(1, examples + 1)
     ]
     config["training"] |= {"batch_size": 4, "seq_len": seq_len, "lr_schedule": "constant", "warmup_steps": 0}
+    if rewards:  # it is speed that is measured: a policy that learned to be brief would do less work
+        config["training"]["learning_rate"] = 1e-6
     config["grpo"] |= {"n_samples": 8, "max_new_tokens": 32}
     config["rewards"] = rewards or config["rewards"]
     config["eval"] = {"samples": 0}

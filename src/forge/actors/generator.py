@@ -12,8 +12,9 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from forge.actors.engine_loop import EngineLoop, Finished, Request
+from forge.actors.host_memory import keep_freed_memory
 from forge.actors.vllm_engine import EngineSettings, VllmEngine, check_weights, checkpoint_shapes, staged
-from forge.actors.vllm_setup import configure_environment, keep_freed_memory
+from forge.actors.vllm_setup import configure_environment
 from forge.service import ForgeActor, repeated_on_restart
 from forge.types import Completion
 from forge.weights import UnknownVersion

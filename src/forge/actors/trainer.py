@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from forge.actors.host_memory import keep_freed_memory
 from forge.actors.scoring import Scorer
 from forge.actors.trainer_state import read_state, write_state
 from forge.config import CorrectionConfig, GRPOTrainingConfig, LoRAConfig, ParallelismConfig, TrainingConfig
@@ -80,6 +81,8 @@ class Trainer(ForgeActor):
         self._lora = lora
         self._base_model = model
         self._device = _start_process_group(device, training.dtype)
+        if device == "cpu":
+            keep_freed_memory()
         self._model = load_model(
             model,
             parallelism=parallelism or ParallelismConfig(),

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import os
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -54,21 +52,6 @@ def configure_environment(model: str, *, device: str) -> None:
     if os.environ["VLLM_LOGGING_LEVEL"] == "ERROR":
         # Warns at import, before vLLM reads its level, that the Triton which came with torch has no CPU backend.
         logging.getLogger("vllm.triton_utils.importing").setLevel(logging.ERROR)
-
-
-def keep_freed_memory() -> None:
-    """Tells glibc to keep large blocks that were freed instead of returning them to the system.
-
-    Each step allocates and frees the same few logits-sized tensors; fresh pages for them cost about 2 s a GiB on small
-    virtual machines. Measured: swapping SmolLM2's weights takes 0.5 s of CPU time with this and 0.8 s without.
-    """
-    if sys.platform != "linux":
-        return
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # not there in musl
-    if mallopt is not None:
-        m_trim_threshold, m_mmap_threshold = -1, -3  # <malloc.h>
-        mallopt(m_mmap_threshold, GIB)
-        mallopt(m_trim_threshold, 2**31 - 1)
 
 
 def resolve_dtype(dtype: str, *, device: str) -> str:
