@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import json
 import os
 import random
@@ -22,6 +23,7 @@ import time
 import uuid
 from collections import defaultdict
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +33,7 @@ from forge.testing import toy_reward
 
 ROOT = Path(__file__).parents[1]
 VICTIMS = ("generator", "reward", "ref_model", "trainer")
+SPARED_S = 40.0  # how old a process must be to be killed: a generator takes 15 s to start, on a busy machine 40
 STEPS_PER_MINUTE = 45  # measured on two cores, the restarts included
 GROUPS_PER_STEP = 8
 GOAL = 0.9
@@ -69,12 +72,13 @@ class Killer:
         return self._random.uniform(shortest, longest)
 
     def kill(self) -> str | None:
-        """Kills one process of the next kind of which there is one; its name, such as "trainer/0.1"."""
+        """Kills one process of the next kind of which an old enough one is there; its name, such as "trainer/0.1"."""
         running = self._running()
         for _ in self._victims:
             if not self._round:
                 self._next_round()
-            if candidates := running[self._round.pop()]:
+            candidates = [(n, p) for n, p in running[self._round.pop()] if time.time() - p.create_time() > SPARED_S]
+            if candidates:
                 name, process = self._random.choice(candidates)
                 process.kill()
                 self.kills.append((time.monotonic(), name))
@@ -154,9 +158,23 @@ def lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
-def soak(folder: Path, *, minutes: float, seed: int, pause: tuple[float, float], victims: list[str]) -> list[str]:
-    """One run with kills; prints what happens, and returns what is wrong."""
-    steps, mark = max(60, round(minutes * STEPS_PER_MINUTE)), uuid.uuid4().hex
+@dataclass(kw_only=True, slots=True)
+class Result:
+    """What became of one soak."""
+
+    steps: int
+    kills: int
+    seconds: float
+    reward: float
+    """Of the last ten steps."""
+    restarts: dict[str, float]
+    wrong: list[str]
+    """What should not be; empty where all is well."""
+
+
+def soak(folder: Path, *, steps: int, seed: int, pause: tuple[float, float], victims: list[str]) -> Result:
+    """One run with kills; prints them as they happen."""
+    mark = uuid.uuid4().hex
     temporary, run = folder / "tmp", folder / "run"
     temporary.mkdir(parents=True)
     shared_before = set(os.listdir("/dev/shm"))
@@ -169,29 +187,29 @@ def soak(folder: Path, *, minutes: float, seed: int, pause: tuple[float, float],
         while not lines_written(run / "metrics.jsonl") and process.poll() is None:
             time.sleep(0.2)
         while ended_after(process, killer.pause(*pause)) is None:
-            name = killer.kill()
-            done = lines_written(run / "metrics.jsonl")
-            print(f"[{time.monotonic() - started:5.0f} s] step {done:4}/{steps}: SIGKILL to {name}", flush=True)
-            if time.monotonic() - started > 180 * minutes + 300:
-                process.send_signal(signal.SIGABRT)
-                return [f"not done after {time.monotonic() - started:.0f} s; see {folder}/run.log"]
+            if name := killer.kill():
+                done = lines_written(run / "metrics.jsonl")
+                print(f"[{time.monotonic() - started:5.0f} s] step {done:4}/{steps}: SIGKILL to {name}", flush=True)
     finally:
         process.kill()
         process.wait()
     metrics = lines(run / "metrics.jsonl")
     rewards = [m["reward/mean"] for m in metrics if "loss" in m][-10:]
     reward = sum(rewards) / max(len(rewards), 1)
-    restarts = {k.split("/")[1]: v for k, v in (metrics or [{}])[-1].items() if k.endswith("/restarts")}
-    print(
-        f"{len(killer.kills)} kills in {time.monotonic() - started:.0f} s; exit status {process.returncode}; reward of "
-        f"the last steps {reward:.3f}; restarts: {', '.join(f'{k} {v:.0f}' for k, v in restarts.items())}"
-    )
     wrong = ledger(lines(run / "rollouts.jsonl"), metrics, steps=steps)
     if process.returncode != 0:
         wrong.append(f"exit status {process.returncode}: {(folder / 'run.log').read_text()[-2000:]}")
     if reward < GOAL:
         wrong.append(f"the reward is {reward:.3f} at the end, not {GOAL}")
-    return wrong + left_behind(mark, temporary, shared_before, killer.ports)
+    wrong += left_behind(mark, temporary, shared_before, killer.ports)
+    return Result(
+        steps=steps,
+        kills=len(killer.kills),
+        seconds=time.monotonic() - started,
+        reward=reward,
+        restarts={k.split("/")[1]: v for k, v in (metrics or [{}])[-1].items() if k.endswith("/restarts")},
+        wrong=wrong,
+    )
 
 
 def lines_written(path: Path) -> int:
@@ -209,21 +227,32 @@ def ended_after(process: subprocess.Popen[bytes], seconds: float) -> int | None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=15.0, help="about how long, on two cores")
+    parser.add_argument("--steps", type=int, help=f"of the run (default: {STEPS_PER_MINUTE} a minute, 60 at least)")
     parser.add_argument("--seed", type=int, default=0, help="of whom to kill when")
     parser.add_argument("--pause", type=float, nargs=2, default=(20.0, 40.0), help="seconds between two kills")
     parser.add_argument("--victims", nargs="+", default=list(VICTIMS), choices=VICTIMS)
     parser.add_argument("--folder", type=Path, help="where the run and its log go (default: a temporary one)")
+    parser.add_argument("--json", type=Path, help="where to write the result")
     asked = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the run is ended then, too
     with tempfile.TemporaryDirectory(prefix="forge-soak-") as temporary:
-        wrong = soak(
+        result = soak(
             asked.folder or Path(temporary),
-            minutes=asked.minutes,
+            steps=asked.steps or max(60, round(asked.minutes * STEPS_PER_MINUTE)),
             seed=asked.seed,
             pause=tuple(asked.pause),
             victims=asked.victims,
         )
-    print("\n".join(wrong) if wrong else "no group lost or trained twice; no process, file, shared memory or port left")
-    return 1 if wrong else 0
+    print(
+        f"{result.steps} steps with {result.kills} kills in {result.seconds:.0f} s; reward of the last steps "
+        f"{result.reward:.3f}; restarts: {', '.join(f'{name} {n:.0f}' for name, n in result.restarts.items())}"
+    )
+    right = "no group lost or trained twice; no process, file, shared memory or port left"
+    print("\n".join(result.wrong) or right)
+    if asked.json:
+        asked.json.parent.mkdir(parents=True, exist_ok=True)
+        asked.json.write_text(json.dumps([dataclasses.asdict(result)], indent=1))
+    return 1 if result.wrong else 0
 
 
 if __name__ == "__main__":
