@@ -15,6 +15,7 @@ import dataclasses
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -33,7 +34,6 @@ from forge.testing import toy_reward
 
 ROOT = Path(__file__).parents[1]
 VICTIMS = ("generator", "reward", "ref_model", "trainer")
-SPARED_S = 40.0  # how old a process must be to be killed: a generator takes 15 s to start, on a busy machine 40
 STEPS_PER_MINUTE = 45  # measured on two cores, the restarts included
 GROUPS_PER_STEP = 8
 GOAL = 0.9
@@ -60,8 +60,9 @@ def command(folder: Path, steps: int) -> list[str]:
 class Killer:
     """Kills processes of one run, and remembers when and whom."""
 
-    def __init__(self, controller: psutil.Process, *, seed: int, victims: list[str]) -> None:
+    def __init__(self, controller: psutil.Process, log: Path, *, seed: int, victims: list[str]) -> None:
         self._controller = controller
+        self._log = log
         self._random = random.Random(seed)
         self._victims = victims
         self._round: list[str] = []
@@ -72,13 +73,13 @@ class Killer:
         return self._random.uniform(shortest, longest)
 
     def kill(self) -> str | None:
-        """Kills one process of the next kind of which an old enough one is there; its name, such as "trainer/0.1"."""
-        running = self._running()
+        """Kills one process of the next kind that is not being replaced just now; its name, such as "trainer/0.1"."""
+        running, away = self._running(), being_replaced(self._log.read_text())
         for _ in self._victims:
             if not self._round:
                 self._next_round()
-            candidates = [(n, p) for n, p in running[self._round.pop()] if time.time() - p.create_time() > SPARED_S]
-            if candidates:
+            kind = self._round.pop()
+            if kind not in away and (candidates := running[kind]):
                 name, process = self._random.choice(candidates)
                 process.kill()
                 self.kills.append((time.monotonic(), name))
@@ -100,6 +101,20 @@ class Killer:
                 if process.parent() == self._controller:
                     found[name.partition("/")[0]].append((name, process))
         return found
+
+
+def being_replaced(log: str) -> set[str]:
+    """The services that have lost a replica which is not back yet, by what the run says.
+
+    A generator takes 15 s to start, on a busy machine a minute; killed again and again it would never be there.
+    """
+    away: set[str] = set()
+    for line in log.splitlines():
+        if told := re.search(r"(\w+) \(replica \d+\).* A replacement is being started", line):
+            away.add(told[1])
+        elif told := re.search(r"(\w+) \(replica \d+\) is back after", line):
+            away.discard(told[1])
+    return away
 
 
 def ledger(rollouts: list[dict[str, Any]], metrics: list[dict[str, Any]], *, steps: int) -> list[str]:
@@ -182,7 +197,7 @@ def soak(folder: Path, *, steps: int, seed: int, pause: tuple[float, float], vic
     started = time.monotonic()
     with (folder / "run.log").open("w") as log:
         process = subprocess.Popen(command(run, steps), cwd=ROOT, stdout=log, stderr=log, env=environment)
-    killer = Killer(psutil.Process(process.pid), seed=seed, victims=victims)
+    killer = Killer(psutil.Process(process.pid), folder / "run.log", seed=seed, victims=victims)
     try:
         while not lines_written(run / "metrics.jsonl") and process.poll() is None:
             time.sleep(0.2)
