@@ -151,11 +151,15 @@ def marked(mark: str) -> Iterator[psutil.Process]:
 
 
 def left_behind(mark: str, temporary: Path, shared_before: set[str], ports: set[int]) -> list[str]:
-    """Processes, temporary files, shared memory and ports of a run that has ended."""
-    deadline = time.monotonic() + 10
-    while (processes := list(marked(mark))) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    left = [f"process {p.pid}: {' '.join(p.cmdline())[:100]}" for p in processes]
+    """Processes, temporary files, shared memory and ports of a run that ended a moment ago."""
+    deadline = time.monotonic() + 20  # what was killed last may be cleaned up by others
+    while (left := _left(mark, temporary, shared_before, ports)) and time.monotonic() < deadline:
+        time.sleep(0.5)
+    return left
+
+
+def _left(mark: str, temporary: Path, shared_before: set[str], ports: set[int]) -> list[str]:
+    left = [f"process {p.pid}: {' '.join(p.cmdline())[:100]}" for p in marked(mark)]
     left += [f"file {path}" for path in temporary.rglob("*") if "torchinductor" not in str(path)]
     mapped = "".join(maps for path in Path("/proc").glob("[0-9]*/maps") for maps in _text(path))
     new = set(os.listdir("/dev/shm")) - shared_before
