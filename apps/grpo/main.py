@@ -201,6 +201,8 @@ class Grpo:
         metrics.update(parts.health())
         inputs, targets = make_batch(trained, ranks=parts.data_parallel_ranks, pad_id=0)
         before = await self.generator_work()
+        if parts.colocated:  # it wakes with the weights that come of this step
+            await parts.generator.sleep.fanout()
         await parts.trainer.train_step.call(inputs, targets)
         during = await self.generator_work()
         metrics.update(await parts.trainer.metrics.call())

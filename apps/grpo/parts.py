@@ -18,6 +18,9 @@ from forge.data.datasets import Sample, SampleStream, build_datasets
 from forge.data.rewards import build_rewards
 from forge.data.sources import Row
 from forge.losses import build_loss
+from forge.models.architectures import check_architecture
+from forge.models.hf_folder import read_config
+from forge.models.memory import CUDA_CONTEXT_BYTES, TRAINING_BYTES_PER_PARAMETER
 from forge.parts import (
     Services,
     check_place,
@@ -35,6 +38,7 @@ from forge.parts import (
     refuse_unless,
 )
 from forge.precision import resolve_dtype
+from forge.provisioner import this_machine
 from forge.service import ActorHandle, Service
 from forge.types import UserError
 from forge.weights import WeightStore
@@ -52,6 +56,8 @@ class Parts:
     reward: Service
     reference: Service | None
     data_parallel_ranks: int
+    colocated: bool
+    """Trainer and generator take turns on the same devices."""
 
     def health(self) -> dict[str, float]:
         """How the services are, under the names of metrics.jsonl."""
@@ -81,7 +87,7 @@ def read_inputs(config: GRPOConfig, scratch: Path) -> Inputs:
     check_supported(services_of(config))
     if config.services.ref_model is not None:
         refuse_unless("services.ref_model.procs", config.services.ref_model.procs, 1)
-    check_place(config.launcher, services_of(config))
+    check_place(config.launcher, services_of(config), turns_of(config))
     folder, tokenizer = read_model(config, scratch, generator=config.services.generator)
     build_rewards(config.rewards)
     try:
@@ -105,7 +111,7 @@ async def start_parts(run: Run[GRPOConfig]) -> AsyncIterator[Parts]:
     """Reads the inputs and starts every actor; when left, ends them all."""
     run.console.phase("reading model and data")
     inputs = await run.unless_stopped(asyncio.to_thread(read_inputs, run.config, run.folder))
-    async with provisioned(run, services_of(run.config)) as provisioner:
+    async with provisioned(run, services_of(run.config), turns_of(run.config)) as provisioner:
         parts = await start_actors(run, inputs)
         async with ending([parts.trainer, parts.generator, parts.reward, parts.reference], provisioner):
             yield parts
@@ -115,11 +121,20 @@ async def start_actors(run: Run[GRPOConfig], inputs: Inputs) -> Parts:
     """Starts every service at the same time; returns when all are ready."""
     config, services, model = run.config, run.config.services, str(inputs.model)
     run.console.phase("starting the trainer, the generator and the rewards")
-    store = await WeightStore.start()
+    store = await WeightStore.start(transport=config.weights.transport)
     trainer_dtype = resolve_dtype(config.training.dtype, with_gpus=services.trainer.with_gpus)
     arguments = generator_arguments(config, services.generator, services.trainer)
-    starting: list[Any] = [
-        options(Trainer, services.trainer, "trainer").as_actor(
+    colocated = bool(turns_of(config))
+    if colocated and services.generator.with_gpus:
+        arguments["reserved_bytes"] = trainer_bytes(config, inputs.model)
+    generating = asyncio.ensure_future(
+        generator_options(services.generator).as_service(model=model, weights=store, **arguments)
+    )
+
+    async def start_trainer() -> ActorHandle:
+        if colocated and services.generator.with_gpus:
+            await generating  # vLLM measures how much of the GPU is free, and nobody else may change that meanwhile
+        return await options(Trainer, services.trainer, "trainer").as_actor(
             model=model,
             training=config.training,
             parallelism=config.parallelism,
@@ -131,8 +146,12 @@ async def start_actors(run: Run[GRPOConfig], inputs: Inputs) -> Parts:
             device=device(services.trainer),
             weights=store,
             weights_dtype=arguments["dtype"],
-        ),
-        generator_options(services.generator).as_service(model=model, weights=store, **arguments),
+            shares_device=colocated,
+        )
+
+    starting: list[Any] = [
+        start_trainer(),
+        generating,
         options(RewardActor, services.reward, "reward").as_service(rewards=config.rewards),
     ]
     if config.reference is not None:
@@ -154,6 +173,7 @@ async def start_actors(run: Run[GRPOConfig], inputs: Inputs) -> Parts:
         reward=reward,
         reference=reference[0] if reference else None,
         data_parallel_ranks=await trainer.data_parallel_ranks.call(),
+        colocated=colocated,
     )
 
 
@@ -165,7 +185,7 @@ def describe(config: GRPOConfig, inputs: Inputs) -> list[str]:
         f"data       {config.dataset.path}: {len(inputs.heldout)} problems held out",
         f"step       {config.groups_per_step} prompts × {config.grpo.n_samples} samples, {config.training.steps} steps",
         memory,
-        *describe_services(services_of(config)),
+        *describe_services(services_of(config), turns_of(config)),
     ]
 
 
@@ -178,6 +198,19 @@ def services_of(config: GRPOConfig) -> Services:
         "ref_model": config.reference,
         "reward": services.reward,
     }
+
+
+def turns_of(config: GRPOConfig) -> dict[str, str]:
+    """Which services share devices."""
+    return {"generator": "trainer"} if config.colocated(len(this_machine().gpus)) else {}
+
+
+def trainer_bytes(config: GRPOConfig, model: Path) -> int:
+    """What the trainer keeps on each of its GPUs between two steps, at most."""
+    shards = config.services.trainer.procs * config.services.trainer.hosts
+    shards //= config.parallelism.data_parallel_replicate_degree
+    numbers = check_architecture(read_config(model)).num_parameters
+    return numbers * TRAINING_BYTES_PER_PARAMETER // shards + CUDA_CONTEXT_BYTES
 
 
 def loss_spec(config: GRPOConfig) -> dict[str, Any]:

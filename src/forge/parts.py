@@ -8,6 +8,7 @@ import dataclasses
 from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from forge.actors.generator import Generator
@@ -33,6 +34,8 @@ SHUTDOWN_SECONDS = 15.0
 
 Services = Mapping[str, ServiceConfig | None]
 """Each service's config by its name, or None for one that is not started."""
+Turns = Mapping[str, str]
+"""{service: the one whose devices it shares, so that they take turns}"""
 
 
 def read_model(config: RunConfig, scratch: Path, *, generator: ServiceConfig | None) -> tuple[Path, Any]:
@@ -83,7 +86,7 @@ def check_supported(services: Services) -> None:
             refuse_unless(f"services.{name}.hosts", service.hosts, 1)
 
 
-def check_place(launcher: str, services: Services) -> None:
+def check_place(launcher: str, services: Services, turns: Turns = MappingProxyType({})) -> None:
     """Whether this machine has room for the services, where it is the only one.
 
     Other machines are asked what they have once they are attached, before a service starts there.
@@ -92,7 +95,7 @@ def check_place(launcher: str, services: Services) -> None:
         InsufficientResources: see `forge.placement.place`.
     """
     if launcher == "local":
-        place(requests(services), [this_machine()])
+        place(requests(services, turns), [this_machine()])
 
 
 def refuse_unless(key: str, value: Any, supported: Any) -> None:
@@ -115,15 +118,16 @@ def describe_model(config: RunConfig, folder: Path, trainer: ServiceConfig) -> l
     ]
 
 
-def describe_services(services: Services) -> list[str]:
+def describe_services(services: Services, turns: Turns = MappingProxyType({})) -> list[str]:
     """Where each service would run, for `--dry_run`."""
     return [
         f"{r.service:<10} {r.num_replicas} replicas × {r.procs} processes on the {'GPU' if r.with_gpus else 'CPU'}"
-        for r in requests(services)
+        + (f", taking turns with the {r.turns_with}" if r.turns_with else "")
+        for r in requests(services, turns)
     ]
 
 
-def requests(services: Services) -> list[Request]:
+def requests(services: Services, turns: Turns = MappingProxyType({})) -> list[Request]:
     """What each service asks of the machine."""
     return [
         Request(
@@ -135,6 +139,7 @@ def requests(services: Services) -> list[Request]:
             threads=s.threads,
             heavy=name != "reward",
             takes_idle_cores=name == "generator",
+            turns_with=turns.get(name),
         )
         for name, s in services.items()
         if s is not None
@@ -184,7 +189,9 @@ def health_metrics(services: Mapping[str, ActorHandle | Service | None]) -> dict
 
 
 @asynccontextmanager
-async def provisioned(run: Run[Any], services: Services) -> AsyncIterator[Provisioner]:
+async def provisioned(
+    run: Run[Any], services: Services, turns: Turns = MappingProxyType({})
+) -> AsyncIterator[Provisioner]:
     """Processes for the services, on this machine or those of the launcher; when left, ends them all."""
     async with open_hosts(run.config.launcher, run.config.hosts) as hosts:
         provisioner = Provisioner(
@@ -194,7 +201,7 @@ async def provisioned(run: Run[Any], services: Services) -> AsyncIterator[Provis
             on_incident=lambda incident: run.console.warn(str(incident)),
         )
         async with provisioner, provisioner.ends_on_failure():
-            provisioner.plan(requests(services))
+            provisioner.plan(requests(services, turns))
             yield provisioner
 
 

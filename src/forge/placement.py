@@ -38,6 +38,8 @@ class Request:
     takes_idle_cores: bool = False
     """On the CPU its processes get all cores between them, in spite of the others: it and they often wait for each
     other, and what waits needs no core."""
+    turns_with: str | None = None
+    """The service whose devices it shares: one of the two computes at a time."""
 
     @property
     def processes(self) -> int:
@@ -65,6 +67,8 @@ class Slot:
     machine: int
     """Position in the list of machines."""
     gpus: list[str]
+    borrowed: bool = False
+    """The GPUs are another service's, too."""
 
 
 Placement = dict[tuple[str, int], list[Slot]]
@@ -93,6 +97,8 @@ def place(requests: Sequence[Request], machines: Sequence[Machine]) -> Placement
     load = [0.0] * len(machines)  # processes that compute
     placement: Placement = {}
     for request in sorted(requests, key=lambda r: (-r.hosts, -r.gpus_per_host)):
+        if request.turns_with is not None:
+            continue
         for replica in range(request.num_replicas):
             chosen = _choose(request, replica, machines, free, load)
             slots = []
@@ -101,7 +107,29 @@ def place(requests: Sequence[Request], machines: Sequence[Machine]) -> Placement
                 del free[index][: request.gpus_per_host]
                 load[index] += _load(request)
             placement[request.service, replica] = slots
+    for request in requests:
+        if request.turns_with is not None:
+            placement |= _borrow(request, placement)
     return placement
+
+
+def _borrow(request: Request, placement: Placement) -> Placement:
+    """Places for the replicas on the devices of the service that this one takes turns with, one after the other."""
+    owners = [slot for (service, _), slots in placement.items() if service == request.turns_with for slot in slots]
+    per_replica = request.gpus_per_host
+    pieces = [
+        Slot(machine=slot.machine, gpus=slot.gpus[start : start + per_replica], borrowed=True)
+        for slot in owners
+        for start in range(0, len(slot.gpus) - per_replica + 1, per_replica or len(slot.gpus) + 1)
+    ]
+    if per_replica and len(pieces) < request.num_replicas:
+        raise InsufficientResources(
+            f"{request.service} is to share the GPUs of {request.turns_with}, "
+            f"{' + '.join(str(len(slot.gpus)) for slot in owners)}, and needs {_count(request.processes, 'GPU')}: "
+            f"{_sum_of(request)}.\nWays out: fewer replicas or processes, or GPUs of its own "
+            f"(services.{request.service}.colocate: false)."
+        )
+    return {(request.service, n): [pieces[n % len(pieces)]] for n in range(request.num_replicas)}
 
 
 def _choose(
@@ -157,7 +185,7 @@ def check_gpus(requests: Sequence[Request], available: int) -> None:
           ref_model  1 = 1 replica × 1 process
         Ways out: drop the reference model (services.ref_model: null, or grpo.beta: 0), or ...
     """
-    on_gpus = [request for request in requests if request.with_gpus]
+    on_gpus = [request for request in requests if request.with_gpus and request.turns_with is None]
     needed = sum(request.processes for request in on_gpus)
     if needed <= available:
         return
@@ -190,27 +218,34 @@ def threads_per_process(cores: int, requests: Sequence[Request]) -> dict[str, in
 
     An explicit `threads` wins. Otherwise: one for light services; the cores shared evenly among the processes that
     compute on the CPU, but all of them for one that takes idle cores; the same share, but at most 8, for those that
-    compute on a GPU. Never less than one.
+    compute on a GPU. Never less than one. Services that take turns leave each other the whole of their share.
 
     Example:
         >>> threads_per_process(2, [Request(service="trainer"), Request(service="generator", takes_idle_cores=True),
         ...                         Request(service="reward", heavy=False)])
         {'trainer': 1, 'generator': 2, 'reward': 1}
     """
-    sharing = sum(r.processes for r in requests if r.threads is None and (r.heavy or r.with_gpus))
-    taken = sum(r.processes * r.threads for r in requests if r.threads is not None)
-    share = max(1, (cores - taken) // max(1, sharing))
+
+    def share(request: Request) -> int:
+        at_once = [r for r in requests if not _take_turns(r, request)]
+        sharing = sum(r.processes for r in at_once if r.threads is None and (r.heavy or r.with_gpus))
+        taken = sum(r.processes * r.threads for r in at_once if r.threads is not None)
+        return max(1, (cores - taken) // max(1, sharing))
 
     def threads(request: Request) -> int:
         if request.threads is not None:
             return request.threads
         if request.with_gpus:
-            return min(share, MAX_GPU_SERVICE_THREADS)
+            return min(share(request), MAX_GPU_SERVICE_THREADS)
         if request.takes_idle_cores:
             return max(1, cores // request.processes)
-        return share if request.heavy else 1
+        return share(request) if request.heavy else 1
 
     return {request.service: threads(request) for request in requests}
+
+
+def _take_turns(one: Request, other: Request) -> bool:
+    return one.turns_with == other.service or other.turns_with == one.service
 
 
 def threads_on(placement: Placement, requests: Sequence[Request], machines: Sequence[Machine]) -> list[dict[str, int]]:

@@ -142,6 +142,16 @@ class Provisioner:
         self._threads = threads_on(self._placement, requests, self.machines)
         return self._placement
 
+    def first_on_each_machine(self, service: str, *, besides: str) -> list[int]:
+        """The first replica of a service on each machine where it has any, but for the first one of another service."""
+        of_machine: dict[int, int] = {}
+        for (name, replica), slots in self._placement.items():
+            if name == service:
+                of_machine.setdefault(slots[0].machine, replica)
+        other = self._placement.get((besides, 0))
+        of_machine.pop(other[0].machine if other else 0, None)
+        return list(of_machine.values())
+
     async def spawn(
         self,
         service: str,
@@ -151,13 +161,13 @@ class Provisioner:
         gpus_per_proc: int = 0,
         threads: int | None = None,
         env: Mapping[str, str] | None = None,
-        near: str | None = None,
+        near: tuple[str, int] | None = None,
     ) -> ProcGroup:
         """Starts the processes of one replica, where `plan` placed it. Its GPUs are its own until it has been stopped.
 
         Args:
             procs: of the replica, over all hosts that the plan gave it.
-            near: for what has no place in the plan: the service whose first host it shares.
+            near: for what has no place in the plan: the service and replica whose first host it shares.
 
         Raises:
             InsufficientResources: not enough GPUs are free.
@@ -233,7 +243,7 @@ class Provisioner:
 
         return self._hosts_given or [LocalHost(self.machines[0])]
 
-    def _take(self, service: str, replica: int, count: int, near: str | None) -> list[Slot]:
+    def _take(self, service: str, replica: int, count: int, near: tuple[str, int] | None) -> list[Slot]:
         """The planned slots, if they are free; else room on one host."""
         planned = self._placement.get((service, replica))
         if planned is not None and all(self._is_free(slot) for slot in planned):
@@ -241,19 +251,21 @@ class Provisioner:
         else:
             slots = [self._elsewhere(service, count, near)]
         for slot in slots:
-            self._free_gpus[slot.machine] = [gpu for gpu in self._free_gpus[slot.machine] if gpu not in slot.gpus]
+            if not slot.borrowed:
+                self._free_gpus[slot.machine] = [gpu for gpu in self._free_gpus[slot.machine] if gpu not in slot.gpus]
         return slots
 
     def _is_free(self, slot: Slot) -> bool:
-        return self._hosts[slot.machine].lost is None and set(slot.gpus) <= set(self._free_gpus[slot.machine])
+        free = slot.borrowed or set(slot.gpus) <= set(self._free_gpus[slot.machine])
+        return self._hosts[slot.machine].lost is None and free
 
-    def _elsewhere(self, service: str, count: int, near: str | None) -> Slot:
+    def _elsewhere(self, service: str, count: int, near: tuple[str, int] | None) -> Slot:
         up = [index for index, host in enumerate(self._hosts) if host.lost is None]
         if not up:
             lost = self._hosts[0].lost
             assert lost is not None
             raise lost
-        anchor = self._placement.get((near, 0)) if near else None
+        anchor = self._placement.get(near) if near else None
         if anchor and anchor[0].machine in up and not count:
             return Slot(machine=anchor[0].machine, gpus=[])
         index = max(up, key=lambda i: (len(self._free_gpus[i]), -i))
@@ -263,7 +275,8 @@ class Provisioner:
 
     def _give_back(self, slots: list[Slot]) -> None:
         for slot in slots:
-            self._free_gpus[slot.machine] += slot.gpus
+            if not slot.borrowed:
+                self._free_gpus[slot.machine] += slot.gpus
 
     def _stopped(self, group: ProcGroup) -> None:
         self._give_back(self._groups.pop(group, []))

@@ -1,4 +1,4 @@
-"""One GRPO step under many parallel layouts: `layouts_worker.py JOB.json`, {model, alone, out, worlds: {N: layouts}}.
+"""One GRPO step under many parallel layouts: `layouts_worker.py JOB`, {model, large, alone, out, worlds: {N: layouts}}.
 
 This process imports TorchTitan once and forks N ranks for each world; the ranks take one step under each of its
 layouts, one after the other, in the same process group.
@@ -11,6 +11,7 @@ import multiprocessing
 import os
 import socket
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +70,28 @@ def one_step(model: str, loss: str, parallelism: ParallelismConfig, *, start: st
     return found
 
 
+def peak_growth(work: Callable[[], object]) -> int:
+    """By how many bytes memory grew at most while `work` ran."""
+    Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew from here
+    before = memory_of("VmRSS")
+    work()
+    return memory_of("VmHWM") - before
+
+
+def memory_of(what: str) -> int:
+    (line,) = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(what)]
+    return int(line.split()[1]) * 1024
+
+
+def gather_large(model: str, parallelism: ParallelismConfig) -> dict[str, Any]:
+    """What collecting the weights of a larger model takes on this rank, in float32 and in the bf16 of a generator."""
+    trainer = Trainer(model=model, training=settings(), parallelism=parallelism)
+    first = peak_growth(trainer.collect_weights)
+    again = peak_growth(trainer.collect_weights)
+    half = Trainer(model=model, training=settings(), parallelism=parallelism, weights_dtype="bfloat16")
+    return {"first": first, "again": again, "bfloat16": peak_growth(half.collect_weights)}
+
+
 def run_rank(job: dict[str, Any], world: int, rank: int, port: int) -> None:
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
@@ -78,6 +101,8 @@ def run_rank(job: dict[str, Any], world: int, rank: int, port: int) -> None:
             start = job["alone"] if loss == "dapo" and world > 1 else None
             found = one_step(job["model"], loss, parallelism, start=start)
             torch.save(found, Path(job["out"]) / f"{name} {loss} {rank}.pt")
+        if world == 2:
+            torch.save(gather_large(job["large"], parallelism), Path(job["out"]) / f"{name} memory {rank}.pt")
     if world > 1:
         dist.barrier()
     else:

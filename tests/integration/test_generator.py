@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import shutil
 import sys
+import time
 from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -49,6 +50,9 @@ class TestGenerator(Generator):
             raise ZeroDivisionError("the GPU fell out")
 
         await self._loop.call(lambda engine: setattr(engine, "step", fail))
+
+    def cpu_seconds(self) -> float:
+        return time.process_time()
 
 
 @dataclass
@@ -339,6 +343,38 @@ def test_weights_of_another_model_are_refused_and_the_present_ones_stay(bench: B
     [completion] = bench.generate(PROMPT)
     assert completion.metadata["policy_version"] == now
     assert difference(completion, reference(bench.models[now], PROMPT, completion, temperature=1.0)) < 1e-5
+
+
+def test_asleep_it_takes_no_core_and_answers_once_it_has_new_weights(bench: Bench) -> None:
+    version = bench.publish()
+
+    async def scenario() -> tuple[list[Completion], list[Completion], float]:
+        generator = bench.generator
+        running = asyncio.create_task(generator.generate.call(PROMPT, n=4, max_new_tokens=100))
+        await bench.stats_when(lambda stats: stats["running"] > 0)
+        await generator.sleep.call()
+        assert running.done()  # what ran was finished, not dropped
+        late = asyncio.create_task(generator.generate.call(PROMPT, n=4, max_new_tokens=20))
+        before = await generator.cpu_seconds.call()
+        await asyncio.sleep(1.0)
+        busy = await generator.cpu_seconds.call() - before
+        assert not late.done()
+        await generator.update_weights.call(version)
+        return await running, await late, busy
+
+    running, late, busy = bench.run(scenario())
+    assert [len(completion.token_ids) for completion in running if completion.metadata["finish_reason"] == "length"]
+    assert busy < 0.2  # of one second
+    assert {completion.metadata["policy_version"] for completion in late} == {version}
+    for completion in late:
+        assert difference(completion, reference(bench.models[version], PROMPT, completion, temperature=1.0)) < 1e-5
+
+
+def test_the_version_it_had_wakes_it_as_well(bench: Bench) -> None:
+    version = bench.version()
+    bench.run(bench.generator.sleep.call())
+    assert bench.update(version)["swap"] > 0
+    assert bench.generate([1, 2, 3], max_new_tokens=1)
 
 
 def test_zz_a_failing_engine_fails_every_request_with_the_cause(bench: Bench) -> None:

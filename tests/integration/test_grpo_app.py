@@ -22,8 +22,10 @@ TOY = ["--config", "apps/grpo/toy.yaml"]
 COMMAND = [sys.executable, "-m", "apps.grpo.main", *TOY]
 
 
-def grpo(*overrides: str, timeout: float = 240) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([*COMMAND, *overrides], cwd=ROOT, capture_output=True, text=True, timeout=timeout)
+def grpo(*overrides: str, timeout: float = 240, **env: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*COMMAND, *overrides], cwd=ROOT, capture_output=True, text=True, timeout=timeout, env={**os.environ, **env}
+    )
 
 
 @pytest.fixture
@@ -127,7 +129,7 @@ def on_terminal(*arguments: str) -> tuple[int, bytes]:
     pid, terminal = pty.fork()
     if pid == 0:
         os.chdir(ROOT)
-        os.environ["TERM"] = "xterm"
+        os.environ |= {"TERM": "xterm", "TORCHSTORE_USE_RDMA": "1"}
         os.execv(COMMAND[0], [*COMMAND, *arguments])
     shown = b""
     try:
@@ -143,7 +145,7 @@ def on_terminal(*arguments: str) -> tuple[int, bytes]:
 
 @pytest.fixture(scope="module")
 def on_policy_run(tmp_path_factory):
-    """Four strictly on-policy steps with two generators and a reference model, on a terminal."""
+    """Four strictly on-policy steps with two generators and a reference model, on a terminal, RDMA asked for."""
     folder = tmp_path_factory.mktemp("on_policy") / "run"
     status, shown = on_terminal(
         "--output_dir", str(folder), "--training.max_staleness", "0", "--training.steps", "4", "--eval.samples", "0",
@@ -151,6 +153,10 @@ def on_policy_run(tmp_path_factory):
     )  # fmt: skip
     assert status == 0, shown[-3000:].decode()
     return folder, shown
+
+
+def test_rdma_that_is_not_there_is_told_once_and_the_weights_come_all_the_same(on_policy_run):
+    assert on_policy_run[1].count(b"this machine has no RDMA device") == 1
 
 
 def test_on_policy_means_staleness_zero_and_engines_that_agree(on_policy_run):

@@ -6,6 +6,7 @@ What one process computes is compared with transformers in `test_trainer.py`.
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 
+from forge.actors.vllm_engine import checkpoint_shapes
 from forge.testing.tiny_model import make_tiny_model
 
 WORKER = Path(__file__).with_name("layouts_worker.py")
@@ -45,7 +47,14 @@ def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
         worlds[processes(layout)][layout] = degrees
     # Three layers: two stages cannot have the same number.
     model = make_tiny_model(root / "model", family="qwen3", num_hidden_layers=3)
-    job = {"model": str(model), "alone": str(root / "checkpoint"), "out": str(root), "worlds": worlds}
+    large = make_tiny_model(root / "large", num_hidden_layers=6, hidden_size=512, intermediate_size=4096)
+    job = {
+        "model": str(model),
+        "large": str(large),
+        "alone": str(root / "checkpoint"),
+        "out": str(root),
+        "worlds": worlds,
+    }
     (root / "job.json").write_text(json.dumps(job))
     repository = Path(__file__).parents[2]
     run = subprocess.run(
@@ -105,3 +114,15 @@ def test_every_layout_goes_on_from_the_checkpoint_of_one_process(out: Path, layo
     alone, spread = read(out, "alone second"), ranks_of(out, layout, "dapo")
     assert all(torch.equal(spread[0]["loaded"][name], value) for name, value in alone["loaded"].items())
     assert [found["second loss"] for found in spread] == pytest.approx([alone["second loss"]] * len(spread), rel=1e-4)
+
+
+@pytest.mark.parametrize("layout", [layout for layout in LAYOUTS if processes(layout) == 2])
+def test_rank_0_holds_the_weights_once_and_another_rank_one_tensor_at_a_time(out: Path, layout: str) -> None:
+    shapes = [math.prod(s) for s in checkpoint_shapes(str(out / "large")).values()]
+    whole, largest = 4 * sum(shapes), 4 * max(shapes)
+    assert whole > 150e6 > 18 * largest
+    first, other = [read(out, f"{layout} memory {rank}") for rank in range(2)]
+    for what, copies in {"first": 1.0, "again": 0.0, "bfloat16": 0.5}.items():
+        assert first[what] < copies * whole + 5 * largest, what
+        assert other[what] < 5 * largest, what
+    assert first["first"] > 0.8 * whole  # it is measured at all

@@ -8,6 +8,7 @@ import signal
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import cloudpickle
@@ -15,8 +16,10 @@ import psutil
 import pytest
 import torch
 
+from forge.placement import Machine, Request
 from forge.provisioner import Provisioner
 from forge.service import ActorHandle, ForgeActor, ReplicaDied
+from forge.service.hosts import LocalHost
 from forge.weights import CorruptWeights, UnknownVersion, WeightStore, WeightStoreError
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # a child cannot import this file by its name
@@ -78,6 +81,14 @@ class Peer(ForgeActor):
 
     async def hold(self, version):
         self.held = await self.store.fetch(version)
+
+    def let_go(self):
+        self.held = None
+
+    def held_inodes(self):
+        """Of the shared memory that this process has mapped."""
+        lines = Path("/proc/self/maps").read_text().splitlines()
+        return sorted({line.split()[4] for line in lines if "memfd:forge-weights" in line})
 
     def held_is_right(self, version):
         return same(self.held, weights_of(version))
@@ -236,7 +247,7 @@ def test_a_publish_that_fails_leaves_no_version_and_the_next_one_works(cluster):
 
 
 def test_publishing_over_and_over_does_not_grow_the_store(cluster):
-    (pid,) = cluster.store._group.pids
+    (pid,) = cluster.store._groups[0].pids
 
     async def publish(times):
         for _ in range(times):
@@ -260,7 +271,7 @@ def test_a_corrupted_chunk_is_refused(cluster):
 
 async def _flip_a_bit(store, version):
     """Puts chunk 1 into the store again with one bit changed."""
-    client = store._client()
+    client = store.client()
     key = (await store._manifest(version)).chunks[1].key
     flat = (await client.get_flat(key)).clone()
     flat[1000] ^= 16
@@ -286,7 +297,89 @@ def test_versions_survive_a_trainer_that_is_killed_while_it_publishes(cluster):
     cluster.run(cluster.trainer.publish.call(after))
     assert cluster.run(cluster.generators[0].fetch_is_right.call(after))
     # The index, two versions of three chunks, and the one before them, whose memory the next publish takes.
-    assert len(cluster.run(cluster.store._client().keys())) == 1 + 3 * 3
+    assert len(cluster.run(cluster.store.client().keys())) == 1 + 3 * 3
+
+
+@pytest.fixture(scope="module")
+def two_hosts() -> Iterator[Cluster]:
+    """The trainer on one host, two generators on another; both are this machine, and share no memory by our rule."""
+    hosts = [LocalHost(Machine(name="a", cores=1, gpus=("0",))), LocalHost(Machine(name="b", cores=1, gpus=("0", "1")))]
+    hosts[1].env = {**hosts[1].env, "FORGE_HOST": "b"}
+    with asyncio.Runner() as runner:
+        provisioner = Provisioner(hosts=hosts)
+
+        async def start() -> Cluster:
+            await provisioner.__aenter__()
+            provisioner.plan(
+                [
+                    Request(service="trainer", with_gpus=True),
+                    Request(service="generator", num_replicas=2, with_gpus=True),
+                ]
+            )
+            store = await WeightStore.start(chunk_bytes=CHUNK)
+            trainer = await Peer.options(name="trainer", with_gpus=True).as_actor(store=store)
+            service = Peer.options(name="generator", num_replicas=2, with_gpus=True)
+            return Cluster(runner, store, trainer, [await service.as_service(store=store)])
+
+        yield runner.run(start())
+        runner.run(provisioner.__aexit__())
+
+
+def fetched(cluster: Cluster) -> int:
+    (mirror,) = [actor for _, actor in cluster.store._mirrors]
+
+    async def ask() -> int:
+        return await mirror.fetched_bytes.call_one()
+
+    return cluster.run(ask())
+
+
+def test_another_host_fetches_once_for_all_its_generators(two_hosts):
+    (generators,) = two_hosts.generators
+    for version in (two_hosts.new_version(), two_hosts.new_version()):
+        before = fetched(two_hosts)
+        bytes_ = two_hosts.run(two_hosts.trainer.publish.call(version))["bytes"]
+        assert two_hosts.run(generators.fetch_is_right.fanout(version)) == [True, True]
+        assert fetched(two_hosts) - before == bytes_
+    assert two_hosts.run(generators.fetch_is_right.fanout(version)) == [True, True]
+    assert fetched(two_hosts) - before == bytes_  # a third and a fourth time: nothing more
+
+
+def test_its_generators_share_one_copy(two_hosts):
+    (generators,) = two_hosts.generators
+    version = two_hosts.new_version()
+    two_hosts.run(two_hosts.trainer.publish.call(version))
+    two_hosts.run(generators.hold.fanout(version))
+    first, second = two_hosts.run(generators.held_inodes.fanout())
+    assert first == second
+    assert len(first) == 3
+
+
+def test_a_host_lets_go_of_versions_that_there_are_no_more(two_hosts):
+    (generators,) = two_hosts.generators
+
+    def publish_and_fetch() -> None:
+        version = two_hosts.new_version()
+        two_hosts.run(two_hosts.trainer.publish.call(version))
+        assert two_hosts.run(generators.fetch_is_right.fanout(version)) == [True, True]
+
+    two_hosts.run(generators.let_go.fanout())
+    process = psutil.Process(two_hosts.store._groups[1].pids[0])
+    for _ in range(4):
+        publish_and_fetch()
+    before, files = process.memory_info().rss, process.num_fds()
+    for _ in range(8):
+        publish_and_fetch()
+    assert process.memory_info().rss - before < 3 * 9 * 64 * 1000 * 4
+    assert process.num_fds() - files < 20
+
+
+def test_without_its_mirror_a_host_fetches_all_the_same(two_hosts):
+    (generators,) = two_hosts.generators
+    version = two_hosts.new_version()
+    two_hosts.run(two_hosts.trainer.publish.call(version))
+    os.kill(two_hosts.store._groups[1].pids[0], signal.SIGKILL)
+    assert two_hosts.run(generators.fetch_is_right.fanout(version)) == [True, True]
 
 
 def test_the_death_of_the_store_is_named_where_it_is_noticed():
@@ -294,7 +387,7 @@ def test_the_death_of_the_store_is_named_where_it_is_noticed():
         async with Provisioner(gpus=[]):
             store = await WeightStore.start(chunk_bytes=CHUNK)
             await store.publish(1, weights_of(1).items())
-            os.kill(store._group.pids[0], signal.SIGKILL)
+            os.kill(store._groups[0].pids[0], signal.SIGKILL)
             with pytest.raises(WeightStoreError, match="process that keeps the weights"):
                 await store.fetch(1)
 

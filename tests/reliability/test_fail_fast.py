@@ -174,7 +174,7 @@ def test_the_death_of_the_weight_store_ends_what_its_owner_waits_for():
     async def main():
         async with Provisioner(gpus=[]) as provisioner, provisioner.ends_on_failure():
             store = await WeightStore.start()
-            os.kill(store._group.pids[0], signal.SIGKILL)
+            os.kill(store._groups[0].pids[0], signal.SIGKILL)
             await asyncio.sleep(600)
 
     started = time.monotonic()

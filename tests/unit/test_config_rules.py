@@ -165,6 +165,27 @@ CROSS = [
         "--launcher slurm, --launcher hosts, or --generator.hosts 1",
     ),
     (
+        ["generator.colocate=true"],
+        "services.generator.colocate",
+        True,
+        "needs training.max_staleness 0",
+        "--training.max_staleness 0, or --generator.colocate false",
+    ),
+    (
+        ["generator.colocate=true", "training.max_staleness=0", "generator.with_gpus=false"],
+        "services.generator.colocate",
+        True,
+        "the trainer is on GPUs, the generator is not",
+        "--generator.colocate false",
+    ),
+    (
+        ["weights.transport=shm", "launcher=slurm"],
+        "weights.transport",
+        "shm",
+        "must be auto, rdma or tcp with launcher: slurm",
+        "--weights.transport auto",
+    ),
+    (
         ["trainer.num_replicas=2"],
         "services.trainer.num_replicas",
         2,
@@ -276,6 +297,26 @@ def test_parallel_degrees_that_give_the_processes_are_accepted(load, settings):
     load(*settings)
 
 
+@pytest.mark.parametrize(
+    ("settings", "gpus", "colocated"),
+    [
+        ("max_staleness=0 with_gpus=true", 1, True),
+        ("max_staleness=0 with_gpus=true", 2, False),
+        ("max_staleness=0 with_gpus=false", 0, True),
+        ("max_staleness=0 with_gpus=false", 8, True),
+        ("max_staleness=1 with_gpus=false", 0, False),
+        ("max_staleness=0 with_gpus=false colocate=false", 0, False),
+        ("max_staleness=0 with_gpus=true colocate=true", 8, True),
+    ],
+)
+def test_on_one_device_a_strictly_on_policy_run_takes_turns(load, settings, gpus, colocated):
+    short = {"max_staleness": ["training.max_staleness"], "colocate": ["generator.colocate"]}
+    short["with_gpus"] = ["trainer.with_gpus", "generator.with_gpus"]
+    pairs = [setting.split("=") for setting in settings.split()]
+    config = load(*(f"{key}={value}" for name, value in pairs for key in short[name]))
+    assert config.colocated(gpus) is colocated
+
+
 def test_every_data_parallel_rank_needs_a_prompt(load):
     # 8 processes, 2 of them for one tensor-parallel model: 4 ranks; 1 prompt × 2 accumulation steps = 2.
     overrides = ["trainer.procs=8", "parallelism.tensor_parallel_degree=2", "training.gradient_accumulation_steps=2"]
@@ -325,7 +366,7 @@ def test_values_on_the_edge_of_a_rule_are_accepted(load, settings):
         ("loss.arg", "loss.args"),
         ("loss.arg.beta", "grpo.beta"),
         ("training.steps.x", "training.steps"),
-        ("rewards.first.weight", "--help lists every key"),
+        ("rewards.first.share", "--help lists every key"),
     ],
 )
 def test_unknown_key_suggests_the_one_that_was_meant(load, key, meant):

@@ -49,12 +49,15 @@ class World:
 
     rewards_of: object
     version: int = 0
+    asleep: bool = False
 
     def __post_init__(self):
+        self.asleep_while_training = []
         self.trained, self.logged, self.notes, self.saved, self.versions = [], [], [], [], []
         self.samples = Samples()
 
     def generate(self, prompt_ids, *, n, **_):
+        assert not self.asleep
         meta = {"policy_version": self.version, "finish_reason": "stop"}
         return [Completion(text=str(i), token_ids=[i], logprobs=[-0.5], metadata=meta) for i in range(n)]
 
@@ -63,15 +66,20 @@ class World:
         values = self.rewards_of(number, len(responses))
         return [Score(reward=v, rewards={"R": v}) for v in values]
 
+    def sleep(self):
+        self.asleep = True
+
     def update_weights(self, version):
+        self.asleep = False
         self.version = version
         self.versions.append(version)
 
     def train_step(self, inputs, targets):
         self.trained.append(len(inputs[0]["tokens"]))
+        self.asleep_while_training.append(self.asleep)
         return 0.0
 
-    def parts(self):
+    def parts(self, config):
         def actor(**methods):
             endpoints = {name: Endpoint(f) for name, f in methods.items()}
             return types.SimpleNamespace(health=lambda: {"healthy": 1}, **endpoints)
@@ -87,10 +95,13 @@ class World:
                 push_weights=lambda version: 0.0,
                 save=self.saved.append,
             ),
-            generator=actor(generate=self.generate, update_weights=self.update_weights, stats=lambda: stats),
+            generator=actor(
+                generate=self.generate, update_weights=self.update_weights, sleep=self.sleep, stats=lambda: stats
+            ),
             reward=actor(score=self.score),
             reference=None,
             data_parallel_ranks=1,
+            colocated=config.colocated(gpus=0),
         )
 
     def run(self, config, tmp_path):
@@ -122,7 +133,7 @@ def train(world: World, tmp_path, *overrides: str) -> Grpo:
     )
 
     async def go():
-        grpo = Grpo(world.run(config, tmp_path), world.parts())
+        grpo = Grpo(world.run(config, tmp_path), world.parts(config))
         await grpo.train()
         return grpo
 
@@ -180,6 +191,16 @@ def test_weights_are_synced_every_interval_and_at_the_end(tmp_path):
     world = World(lambda number, n: [0.0, 1.0])
     train(world, tmp_path, "training.steps=5", "training.sync_interval=2")
     assert world.versions == [2, 4, 5]
+
+
+@pytest.mark.parametrize("colocate", ["true", "false"])
+def test_taking_turns_changes_who_is_awake_and_nothing_of_what_is_trained(tmp_path, colocate):
+    world = World(lambda number, n: [0.0, 1.0] if number % 3 else [0.0, 0.0])
+    train(world, tmp_path, "training.max_staleness=0", f"generator.colocate={colocate}")
+    assert world.trained == [2, 2, 4, 2]  # of the eight groups, 0, 3 and 6 have no difference
+    assert world.versions == [1, 2, 3, 4]
+    assert world.asleep_while_training == [colocate == "true"] * 4
+    assert not world.asleep
 
 
 def test_accumulation_multiplies_the_groups_of_a_step(tmp_path):

@@ -78,3 +78,31 @@ def test_a_service_shares_the_cores_of_its_own_host_only():
     placed = place(requests, machines)
     assert [[slot.machine for slot in placed[key]] for key in placed] == [[0], [0], [1]]
     assert threads_on(placed, requests, machines) == [{"trainer": 4, "generator": 4}, {"generator": 4}]
+
+
+def sharing(procs=1, num_replicas=1, with_gpus=True):
+    return Request(
+        service="generator", procs=procs, num_replicas=num_replicas, with_gpus=with_gpus, turns_with="trainer"
+    )
+
+
+def test_a_generator_that_takes_turns_gets_the_trainers_gpus_and_asks_for_none_of_its_own():
+    placed = place([sharing(), gpu("trainer")], [machine("a", 1)])
+    assert where(placed, "trainer") == where(placed, "generator") == [(0, ["0"])]
+    placed = place([sharing(procs=2, num_replicas=2), gpu("trainer", procs=5)], [machine("a", 8)])
+    assert [where(placed, "generator", i) for i in range(2)] == [[(0, ["0", "1"])], [(0, ["2", "3"])]]
+
+
+def test_replicas_that_the_trainers_gpus_cannot_hold_are_refused():
+    with pytest.raises(InsufficientResources, match=r"share the GPUs of trainer, 3, and needs 4 GPUs: 2 replicas × 2"):
+        place([sharing(procs=2, num_replicas=2), gpu("trainer", procs=3)], [machine("a", 8)])
+
+
+def test_services_that_take_turns_have_all_cores_in_theirs():
+    requests = [Request(service="trainer"), sharing(num_replicas=2, with_gpus=False), Request(service="ref_model")]
+    shares = threads_on(place(requests, [machine("a", cores=12)]), requests, [machine("a", cores=12)])
+    # 12 cores among trainer and reference, among generators and reference; the reference counts on all four.
+    assert shares == [{"trainer": 6, "generator": 4, "ref_model": 3}]
+    alone = [Request(service="trainer"), sharing(with_gpus=False), Request(service="reward", heavy=False)]
+    shares = threads_on(place(alone, [machine("a", cores=2)]), alone, [machine("a", cores=2)])
+    assert shares == [{"trainer": 2, "generator": 2, "reward": 1}]

@@ -282,13 +282,13 @@ def test_nothing_appears_under_dev_shm():
 @pytest.mark.parametrize(
     ("transport", "wanted", "exists", "near", "far", "warnings"),
     [
-        ("auto", False, False, "shared_memory", "tcp", 0),
-        ("auto", True, True, "shared_memory", "rdma", 0),
-        ("auto", True, False, "shared_memory", "tcp", 1),
+        ("auto", False, False, "shm", "tcp", 0),
+        ("auto", True, True, "shm", "rdma", 0),
+        ("auto", True, False, "shm", "tcp", 1),
         ("rdma", True, True, "rdma", "rdma", 0),
         ("rdma", True, False, "tcp", "tcp", 1),
         ("tcp", False, False, "tcp", "tcp", 0),
-        ("shared_memory", False, False, "shared_memory", "shared_memory", 0),
+        ("shm", False, False, "shm", "shm", 0),
     ],
 )
 def test_transports(caplog, transport, wanted, exists, near, far, warnings):

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import os
 import time
 import zlib
+from collections.abc import AsyncIterator
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -46,6 +48,8 @@ class Generator(ForgeActor):
         seed: the same seed, versions and requests give the same samples, up to how requests met in batches. Replicas
             of a service are told apart by their names, so that they do not all say the same.
         gpu_memory_utilization: the part of a GPU's memory that vLLM may take.
+        reserved_bytes: of the same GPU, what a trainer on it holds while this generator is awake; 0 for a GPU of its
+            own. More than 0 prepares for `sleep` to free the memory.
         weights: where `update_weights` fetches from; None for a generator whose weights never change.
         version: what the weights in the model folder are called.
         trust_remote_code: whether code from the model's repository may run.
@@ -68,6 +72,7 @@ class Generator(ForgeActor):
         max_num_seqs: int = 64,
         seed: int = 0,
         gpu_memory_utilization: float = 0.9,
+        reserved_bytes: int = 0,
         weights: WeightSource | None = None,
         version: int = 0,
         trust_remote_code: bool = False,
@@ -81,6 +86,7 @@ class Generator(ForgeActor):
             max_num_seqs=max_num_seqs,
             seed=_replica_seed(seed),
             gpu_memory_utilization=gpu_memory_utilization,
+            reserved_bytes=reserved_bytes,
             trust_remote_code=trust_remote_code,
             version=version,
         )
@@ -88,6 +94,11 @@ class Generator(ForgeActor):
         self._version = version
         self._loop = EngineLoop(self._make_engine, name="forge-generator")
         self._update_lock = asyncio.Lock()
+        self._awake = asyncio.Event()
+        self._awake.set()
+        self._calls = 0  # of `generate`, under way
+        self._idle = asyncio.Event()
+        self._idle.set()
         self._ids = itertools.count()
         self._generated_tokens = 0
         self._prompt_tokens = 0
@@ -147,7 +158,8 @@ class Generator(ForgeActor):
             )
             for _ in range(n)
         ]
-        finished = await self._loop.generate(requests)
+        async with self._under_way():
+            finished = await self._loop.generate(requests)
         self._prompt_tokens += n * len(prompt_ids)
         self._cached_prompt_tokens += sum(result.cached_tokens for result in finished)
         self._generated_tokens += sum(len(result.token_ids) for result in finished)
@@ -160,9 +172,12 @@ class Generator(ForgeActor):
         Completions in flight keep their tokens and continue under the new weights; keys and values that the old weights
         computed for them stay. The prefix cache of the old weights is dropped. Concurrent calls run one after another.
 
+        A sleeping generator wakes with them.
+
         Args:
             version: the one that is in place, or an older one, changes nothing: a newer call has overtaken this one.
                 Where it was dropped meanwhile, as it may be before a replacement has started, the newest is taken.
+                (In its sleep it has none in place.)
             rollback: take an older version all the same, as after a trainer's restart from a checkpoint.
 
         Returns:
@@ -175,7 +190,8 @@ class Generator(ForgeActor):
         if self._weights is None:
             raise RuntimeError("this generator was built without a weight store (weights=None); it cannot be updated.")
         async with self._update_lock:
-            if version == self._version or (version < self._version and not rollback):
+            current = version == self._version or (version < self._version and not rollback)
+            if current and self._awake.is_set():
                 return {"fetch": 0.0, "swap": 0.0}
             started = time.perf_counter()
             version, weights = await _fetch(self._weights, version)
@@ -186,7 +202,19 @@ class Generator(ForgeActor):
                 # A swap that breaks off leaves half of each version, so it ends the engine.
                 await self._loop.call(lambda engine: engine.load_weights(version, form), fatal=True)
             self._version = version
+            self._awake.set()
             return {"fetch": fetched - started, "swap": time.perf_counter() - fetched}
+
+    async def sleep(self) -> None:
+        """Gives the device up to the trainer, until `update_weights`; returns when nothing runs and memory is freed.
+
+        Completions in flight are finished first; calls that come later wait. On a GPU weights and KV cache are gone
+        then; on the CPU it is the cores that are free.
+        """
+        async with self._update_lock:
+            self._awake.clear()
+            await self._idle.wait()
+            await self._loop.call(lambda engine: engine.sleep(), fatal=True)
 
     async def stats(self) -> dict[str, float]:
         """Totals since the start, and how things stand.
@@ -207,6 +235,19 @@ class Generator(ForgeActor):
     async def shutdown(self) -> None:
         """Ends the engine, its thread and its workers; calls in flight raise EngineStopped."""
         await self._loop.stop()
+
+    @contextlib.asynccontextmanager
+    async def _under_way(self) -> AsyncIterator[None]:
+        """Waits until the generator is awake, and keeps it so."""
+        await self._awake.wait()
+        self._calls += 1
+        self._idle.clear()
+        try:
+            yield
+        finally:
+            self._calls -= 1
+            if not self._calls:
+                self._idle.set()
 
     def _make_engine(self) -> VllmEngine:
         configure_environment(self._settings.model, device=self._settings.device)

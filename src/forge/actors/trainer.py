@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import time
 from pathlib import Path
 from typing import Any
@@ -18,18 +17,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from forge.actors.host_memory import keep_freed_memory
+from forge.actors.ranks import data_parallel_ranks, start_process_group
 from forge.actors.scoring import Scorer
 from forge.actors.trainer_state import read_state, write_state
 from forge.config import CorrectionConfig, GRPOTrainingConfig, LoRAConfig, ParallelismConfig, TrainingConfig
 from forge.losses import AVAILABLE, ImportanceCorrection, build_loss
 from forge.models.build import load_model
 from forge.models.flops import peak_flops, training_flops
-from forge.models.loaded import LoadedModel
-from forge.objective import Objective, OneRank, Ranks
+from forge.objective import Objective
 from forge.packing import PackedRow, pack
-from forge.precision import resolve_dtype
 from forge.service import ForgeActor
-from forge.service.distributed import init_process_group
 from forge.weights import WeightStore
 
 
@@ -56,6 +53,7 @@ class Trainer(ForgeActor):
         device: "cpu" or "cuda".
         weights: where `push_weights` publishes; None for a trainer without generators.
         weights_dtype: the generators' dtype, which the published weights have.
+        shares_device: between two steps a generator uses the device; gradients and spare memory are given up then.
 
     Example:
         >>> trainer = Trainer(model="models/tiny", training=GRPOTrainingConfig(learning_rate=1e-3), loss="grpo")
@@ -76,11 +74,12 @@ class Trainer(ForgeActor):
         device: str = "cpu",
         weights: WeightStore | None = None,
         weights_dtype: str = "float32",
+        shares_device: bool = False,
     ) -> None:
         self._training = training
         self._lora = lora
         self._base_model = model
-        self._device = _start_process_group(device, training.dtype)
+        self._device = start_process_group(device, training.dtype)
         if device == "cpu":
             keep_freed_memory()
         self._model = load_model(
@@ -94,7 +93,7 @@ class Trainer(ForgeActor):
             lora=lora,
             seed=training.seed,
         )
-        self._ranks = _data_parallel_ranks(self._model, self._device)
+        self._ranks = data_parallel_ranks(self._model, self._device)
         self._scorer = Scorer(self._model, temperature=temperature, device=self._device)
         built = loss if isinstance(loss, nn.Module) else build_loss(loss, defaults=loss_defaults or {})
         self._objective = Objective(
@@ -109,6 +108,7 @@ class Trainer(ForgeActor):
         )
         self._weights = weights
         self._weights_dtype = getattr(torch, weights_dtype)
+        self._shares_device = shares_device
         self._outgoing: dict[str, Tensor] = {}
         self._changed: set[str] = set()  # of these, what is not yet published
         self._metrics: dict[str, float] = {}
@@ -201,6 +201,8 @@ class Trainer(ForgeActor):
             group["lr"] = rate
         self._optimizer.step()
         self.step += 1
+        if self._shares_device:
+            self._give_memory_up()
         useful = training_flops(self._model.architecture, packed, weights_train=self._lora is None)
         mine_done = [sum(r.num_tokens for r in packed), useful]
         tokens, flops = self._ranks.sum(torch.tensor(mine_done, dtype=torch.float64, device=self._device)).tolist()
@@ -299,6 +301,12 @@ class Trainer(ForgeActor):
                     named[f"{moment}.{name}"] = self._optimizer.state[parameter][moment]
         return named
 
+    def _give_memory_up(self) -> None:
+        """Gradients, and what was freed: a generator is about to take the device."""
+        self._optimizer.zero_grad(set_to_none=True)
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+
     def _clip_gradients(self) -> float:
         from torchtitan.distributed.utils import clip_grad_norm_
 
@@ -348,56 +356,3 @@ def _copy_into(buffer: Tensor | None, tensor: Tensor) -> Tensor:
     if buffer is None:
         return tensor.detach().to("cpu", copy=True).contiguous()
     return buffer.copy_(tensor.detach())
-
-
-def _start_process_group(device: str, dtype: str) -> torch.device:
-    """Joins the other ranks, if there are any, and says which device this rank computes on.
-
-    For bfloat16 a process on its own needs a group, too, of one: FSDP2 is what keeps the float32 weights beside it.
-    """
-    if device == "cuda":
-        # The provisioner shows each process one GPU of its own; under another launcher all are visible.
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
-    alone = int(os.environ.get("WORLD_SIZE", "1")) == 1
-    if not alone or resolve_dtype(dtype, with_gpus=device == "cuda") == "bfloat16":
-        # gloo beside nccl, for the few numbers on the CPU that ranks agree on.
-        init_process_group("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo")
-    if device == "cuda":
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device(device)
-
-
-class _MeshRanks:
-    """`Ranks` of the processes that see different data."""
-
-    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
-        self._group = group
-        self._device = device
-        self.index = dist.get_rank(group)
-        self.count = dist.get_world_size(group)
-
-    def sum(self, values: Tensor) -> Tensor:
-        total = values.clone()
-        dist.all_reduce(total, group=self._group)
-        return total
-
-    def max(self, value: float) -> float:
-        largest = torch.tensor(float(value), dtype=torch.float64, device=self._device)
-        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self._group)
-        return float(largest)
-
-    def gather(self, values: Tensor) -> list[Tensor]:
-        """Ranks may hold different numbers of rows: all are padded to the most for the exchange, then cut."""
-        rows = [int(n) for n in self._gather_equal(torch.tensor([len(values)], device=self._device))]
-        padded = nn.functional.pad(values, (0, 0, 0, max(rows) - len(values)))
-        return [piece[:n] for piece, n in zip(self._gather_equal(padded), rows, strict=True)]
-
-    def _gather_equal(self, values: Tensor) -> list[Tensor]:
-        pieces = [torch.empty_like(values) for _ in range(self.count)]
-        dist.all_gather(pieces, values.contiguous(), group=self._group)
-        return pieces
-
-
-def _data_parallel_ranks(model: LoadedModel, device: torch.device) -> Ranks:
-    group = model.data_parallel_group()
-    return OneRank() if group is None else _MeshRanks(group, device)

@@ -30,6 +30,10 @@ _CPU_STEP_TOKENS = 512
 and no weights are swapped, while a long step lasts."""
 
 
+_LEAST_GPU_SHARE = 0.1
+"""Of a GPU that is shared with a trainer: what the engine needs to be of use."""
+
+
 @dataclass(kw_only=True, slots=True)
 class EngineSettings:
     """What a VllmEngine is built from."""
@@ -46,6 +50,8 @@ class EngineSettings:
     seed: int = 0
     gpu_memory_utilization: float = 0.9
     """The part of a GPU's memory that vLLM may take; not used on the CPU."""
+    reserved_bytes: int = 0
+    """What a trainer on the same GPU holds while the engine is awake; above 0 the engine can sleep."""
     trust_remote_code: bool = False
     version: int = 0
     """What the weights in the model folder are called."""
@@ -137,11 +143,25 @@ class VllmEngine:
             weights: what `staged` made of them.
         """
         self._drain()
+        asleep = bool(self._llm.is_sleeping())
+        if asleep:
+            self._llm.wake_up(tags=["weights"])
         self._llm.collective_rpc("forge_load_weights", args=(weights,))
+        if asleep:  # not before: there may be no room for what loading takes beside the KV cache
+            self._llm.wake_up(tags=["kv_cache"])
         self.version = version
         self._llm.set_weight_version(str(version))
         self._forget_prefixes()
         self._reseed()
+
+    def sleep(self) -> None:
+        """Frees the memory of weights and KV cache, whose content is lost, until `load_weights`; nothing is in flight.
+
+        On the CPU there is nothing to free: whoever does not step takes no core.
+        """
+        if self._settings.reserved_bytes:
+            self._drain()
+            self._llm.sleep(level=2)
 
     def close(self) -> None:
         self._closing = True
@@ -266,11 +286,30 @@ def _vllm_config(settings: EngineSettings) -> Any:
             "max_num_batched_tokens": max(_CPU_STEP_TOKENS, settings.max_num_seqs),
         }
     else:
-        chosen["gpu_memory_utilization"] = settings.gpu_memory_utilization
+        chosen["gpu_memory_utilization"] = _gpu_share(settings)
+        chosen["enable_sleep_mode"] = settings.reserved_bytes > 0
     config = EngineArgs(**chosen).create_engine_config()
     if on_cpu and config.cache_config.kv_cache_memory_bytes is None:  # else VLLM_CPU_KVCACHE_SPACE says how much
         config.cache_config.kv_cache_memory_bytes = kv_cache_bytes(config)
     return config
+
+
+def _gpu_share(settings: EngineSettings) -> float:
+    """The part of the GPU that vLLM may take, beside a trainer if there is one."""
+    if not settings.reserved_bytes:
+        return settings.gpu_memory_utilization
+    import torch
+
+    total = torch.cuda.get_device_properties(0).total_memory
+    share = settings.gpu_memory_utilization - settings.reserved_bytes / total
+    if share < _LEAST_GPU_SHARE:
+        gib = 2**30
+        raise ValueError(
+            f"trainer and generator do not fit on one GPU of {total / gib:.0f} GiB: the trainer keeps "
+            f"{settings.reserved_bytes / gib:.0f} GiB, which leaves the generator {share:.0%}. Give the generator a "
+            "GPU of its own (services.generator.colocate: false), or spread the trainer over more processes."
+        )
+    return share
 
 
 def _avoid_model_inspection(settings: EngineSettings) -> None:

@@ -201,6 +201,16 @@ def grpo_problems(cfg: GRPOConfig) -> Iterator[Problem]:
             fix=f"--training.max_staleness {oldest}, or --training.sync_interval {bound + 1}",
             involves=("training.sync_interval",),
         )
+    if cfg.weights.transport == "shm" and cfg.launcher != "local":
+        yield Problem(
+            key="weights.transport",
+            value="shm",
+            rule=f"must be auto, rdma or tcp with launcher: {cfg.launcher}",
+            why="memory is shared between the processes of one host only",
+            fix="--weights.transport auto, which shares it there and sends it elsewhere",
+            involves=("launcher",),
+        )
+    yield from _colocated(cfg)
     yield from _loss(cfg)
     if not cfg.rewards:
         yield Problem(
@@ -245,6 +255,33 @@ def services_problems(cfg: GRPOConfig | SFTConfig) -> Iterator[Problem]:
                 fix=f"--launcher slurm, --launcher hosts, or --{name}.hosts 1",
                 involves=("launcher",),
             )
+
+
+def _colocated(cfg: GRPOConfig) -> Iterator[Problem]:
+    """What it takes that generator and trainer take turns."""
+    if not cfg.services.generator.colocate:
+        return
+    key, trainer, generator = "services.generator.colocate", cfg.services.trainer, cfg.services.generator
+    if cfg.training.staleness_bound:
+        yield Problem(
+            key=key,
+            value=True,
+            rule="needs training.max_staleness 0",
+            why="taking turns, the trainer learns only from what the newest weights sampled, and a generator that is "
+            "to work ahead has no device meanwhile",
+            fix="--training.max_staleness 0, or --generator.colocate false",
+            involves=("training.max_staleness", "training.sync_interval"),
+        )
+    if trainer.with_gpus != generator.with_gpus:
+        where = "GPUs" if trainer.with_gpus else "the CPU"
+        yield Problem(
+            key=key,
+            value=True,
+            rule="needs the same with_gpus of trainer and generator",
+            why=f"the trainer is on {where}, the generator is not",
+            fix="--generator.colocate false",
+            involves=("services.trainer.with_gpus", "services.generator.with_gpus"),
+        )
 
 
 def _lengths(cfg: GRPOConfig) -> Iterator[Problem]:

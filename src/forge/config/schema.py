@@ -102,6 +102,15 @@ class GeneratorServiceConfig(ServiceConfig):
 
 
 @dataclass(kw_only=True, slots=True)
+class PolicyGeneratorConfig(GeneratorServiceConfig):
+    """The generator that samples what the trainer learns from."""
+
+    colocate: bool | None = None
+    """Take turns with the trainer on its devices: sleep, and free their memory, while it takes a step. null: where
+    training.max_staleness is 0 and there is one device for both, the CPU or a single GPU."""
+
+
+@dataclass(kw_only=True, slots=True)
 class RewardServiceConfig(ServiceConfig):
     with_gpus: bool = False
     """true gives every process a GPU, for rewards that run a model."""
@@ -109,11 +118,18 @@ class RewardServiceConfig(ServiceConfig):
 
 @dataclass(kw_only=True, slots=True)
 class GRPOServices:
-    generator: GeneratorServiceConfig = field(default_factory=GeneratorServiceConfig)
+    generator: PolicyGeneratorConfig = field(default_factory=PolicyGeneratorConfig)
     trainer: ServiceConfig = field(default_factory=ServiceConfig)
     reward: RewardServiceConfig = field(default_factory=RewardServiceConfig)
     ref_model: ServiceConfig | None = None
     """The frozen reference model; null starts none, and if beta > 0 the generator's log-probabilities stand in."""
+
+
+@dataclass(kw_only=True, slots=True)
+class WeightsConfig:
+    transport: Literal["auto", "shm", "rdma", "tcp"] = "auto"
+    """How new weights travel: shared memory on one host, and between hosts RDMA if TORCHSTORE_USE_RDMA=1 and there is
+    any, else TCP (auto); or the same everywhere, with TCP in the place of missing RDMA."""
 
 
 def _math_reward() -> list[RewardConfig]:
@@ -140,6 +156,7 @@ class GRPOConfig(RunConfig):
     rewards: list[RewardConfig] = field(default_factory=_math_reward)
     """Import paths of callables (prompt, response, target) -> float, or the keys below for each; they are summed."""
     services: GRPOServices = field(default_factory=GRPOServices)
+    weights: WeightsConfig = field(default_factory=WeightsConfig)
 
     def __post_init__(self) -> None:
         reader = Reader(type(self), built=True)
@@ -157,6 +174,14 @@ class GRPOConfig(RunConfig):
     def reference(self) -> ServiceConfig | None:
         """The reference model that is started, or None: it takes `services.ref_model`, and no beta of 0."""
         return None if self.beta == 0 else self.services.ref_model
+
+    def colocated(self, gpus: int) -> bool:
+        """Whether generator and trainer take turns, on a machine with so many GPUs."""
+        trainer, generator = self.services.trainer, self.services.generator
+        if generator.colocate is not None:
+            return generator.colocate
+        one_device = trainer.with_gpus == generator.with_gpus and (gpus == 1 or not trainer.with_gpus)
+        return one_device and self.launcher == "local" and self.training.staleness_bound == 0
 
     @property
     def groups_per_step(self) -> int:

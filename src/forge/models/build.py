@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -77,21 +77,11 @@ def load_model(
     """
     folder = resolve_folder(model)
     config = read_config(folder)
-    architecture = check_architecture(config)
-    check_seq_len(architecture, seq_len)
-    check_tensor_parallel(architecture, parallelism.tensor_parallel_degree)
-    check_pipeline_parallel(architecture, parallelism.pipeline_parallel_degree)
+    architecture = _checked(config, parallelism, seq_len=seq_len)
     compute_dtype = _DTYPES[resolve_dtype(dtype, with_gpus=device == "cuda")]
-
-    # TorchTitan is imported here and nowhere above: only a process that loads a model pays for it.
-    use_device(device)
-    from forge.models.parallel import parallel_dims
-
-    dims = parallel_dims(parallelism)
-    stage = Stage(dims.get_mesh("pp") if dims.pp_enabled else None)
+    on, dims, stage = _place(device, parallelism)
     module, weights, adapters = _stage_of_decoder(architecture, stage, seq_len=seq_len, lora=lora)
     trained = (adapters if lora else weights) if trainable else {}
-    on = torch.device("cuda", torch.cuda.current_device()) if device == "cuda" else torch.device(device)
     _spread(
         module,
         dims,
@@ -124,6 +114,26 @@ def load_model(
         bytes_per_token=bytes_per_token,
         seq_len=seq_len,
     )
+
+
+def _checked(config: dict[str, Any], parallelism: Parallelism, *, seq_len: int) -> Architecture:
+    """What config.json describes, once everything about it was found to fit."""
+    architecture = check_architecture(config)
+    check_seq_len(architecture, seq_len)
+    check_tensor_parallel(architecture, parallelism.tensor_parallel_degree)
+    check_pipeline_parallel(architecture, parallelism.pipeline_parallel_degree)
+    return architecture
+
+
+def _place(device: str, parallelism: Parallelism) -> tuple[torch.device, ParallelDims, Stage]:
+    """This rank's device, and where it is among the others."""
+    # TorchTitan is imported here and nowhere above: only a process that loads a model pays for it.
+    use_device(device)
+    from forge.models.parallel import parallel_dims
+
+    on = torch.device("cuda", torch.cuda.current_device()) if device == "cuda" else torch.device(device)
+    dims = parallel_dims(parallelism)
+    return on, dims, Stage(dims.get_mesh("pp") if dims.pp_enabled else None)
 
 
 def _stage_of_decoder(

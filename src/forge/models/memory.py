@@ -6,6 +6,8 @@ from forge.models.architectures import Architecture
 
 # float32 weight and gradient, and Adam's two moments.
 TRAINING_BYTES_PER_PARAMETER = 16
+# What CUDA and NCCL take of a GPU for a process beside its tensors.
+CUDA_CONTEXT_BYTES = 2 * 2**30
 # Past this, a longer row makes nothing faster, on the largest GPUs too.
 MOST_TOKENS = 65_536
 

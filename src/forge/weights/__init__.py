@@ -5,7 +5,8 @@
     tensors = await store.fetch(3)                         # in a generator: {"embed.weight": tensor, ...}
 
 `store.py` what callers use · `packing.py` named tensors ↔ flat chunks, and how they are verified · `segments.py` memory
-that processes share · `torchstore_client.py` TorchStore, where the chunks are.
+that processes share · `torchstore_client.py` TorchStore, where the chunks are · `mirror.py` a host's one copy of them
+where the store is elsewhere.
 """
 
 from forge.weights.packing import CorruptWeights, UnknownVersion, WeightStoreError

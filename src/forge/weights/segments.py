@@ -112,6 +112,10 @@ class SegmentPool:
         del self._kept[segment.handle.inode]
         self._free.append(segment)
 
+    def release_inode(self, inode: int) -> None:
+        """`release` of the kept segment with this inode."""
+        self.release(self._kept[inode])
+
     def inodes(self) -> set[int]:
         """Of all segments that there are."""
         return {s.handle.inode for s in (*self._lent.values(), *self._kept.values(), *self._free)}

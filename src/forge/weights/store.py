@@ -25,11 +25,12 @@ from forge.weights.segments import SegmentGone
 
 if TYPE_CHECKING:
     from forge.service.procs import ProcGroup
+    from forge.weights.mirror import MirrorReader
     from forge.weights.torchstore_client import Client
 
 logger = logging.getLogger(__name__)
 
-Transport = Literal["auto", "shared_memory", "rdma", "tcp"]
+Transport = Literal["auto", "shm", "rdma", "tcp"]
 
 CHUNK_BYTES = 64 * 2**20
 """Many small tensors travel as one; large enough that the messages about it do not matter."""
@@ -53,15 +54,18 @@ class WeightStore:
         self._transports = transports
         self._keep = keep
         self._chunk_bytes = chunk_bytes
-        self._group: ProcGroup | None = None
+        self._mirrors: list[tuple[Home, Any]] = []
+        self._groups: list[ProcGroup] = []
         self._client_here: Client | None = None
+        self._reader_here: Client | MirrorReader | None = None
         self._publishing: asyncio.Lock | None = None
 
     @classmethod
     async def start(
         cls, *, keep: int = 2, transport: Transport = "auto", chunk_bytes: int = CHUNK_BYTES
     ) -> WeightStore:
-        """Starts the process that keeps the weights.
+        """Starts the process that keeps the weights, on the trainer's host, and one on each other host with generators,
+        which fetches for all of them.
 
         Args:
             keep: versions that exist at the same time.
@@ -72,8 +76,11 @@ class WeightStore:
             raise ValueError(f"keep must be at least 1, got {keep}: the version just published has to stay.")
         from forge.provisioner import Provisioner
 
-        group = await Provisioner.current().spawn("weights", near="trainer")
+        provisioner = Provisioner.current()
+        group = await provisioner.spawn("weights", near=("trainer", 0))
+        groups = [group]
         try:
+            from forge.weights.mirror import Mirror
             from forge.weights.torchstore_client import SingletonStrategy, StoreController, Volume
 
             strategy = SingletonStrategy()
@@ -84,17 +91,20 @@ class WeightStore:
             store = cls(
                 controller=controller,
                 strategy=strategy,
-                home=Home(host=host_identity(group.hosts[0].env.get("FORGE_HOST", "")), pid=group.pids[0]),
+                home=Home.of(group),
                 transports=choose_transports(transport),
                 keep=keep,
                 chunk_bytes=chunk_bytes,
             )
-            await store._client().put_object(_INDEX, [])
+            await store.client().put_object(_INDEX, [])
+            for number, replica in enumerate(provisioner.first_on_each_machine("generator", besides="trainer"), 1):
+                groups.append(await provisioner.spawn("weights", replica=number, near=("generator", replica)))
+                mirror = groups[-1].mesh.spawn("forge_weights_mirror", Mirror, store)
+                store._mirrors.append((Home.of(groups[-1]), mirror))
         except BaseException:
-            await group.stop()
+            await asyncio.gather(*(group.stop() for group in groups))
             raise
-        store._group = group
-        provisioner = Provisioner.current()
+        store._groups = groups
         group.on_death(lambda _, reason: provisioner.fail(WeightStoreError(f"The weight store died. {reason}")))
         return store
 
@@ -124,7 +134,7 @@ class WeightStore:
         self._publishing = self._publishing or asyncio.Lock()
         started = time.perf_counter()
         async with self._publishing, _explained():
-            client = self._client()
+            client = self.client()
             old = await self._index()
             await self._clean_up(client, old)
             manifest = Manifest(version=version)
@@ -155,7 +165,7 @@ class WeightStore:
 
     async def stream(self, version: int) -> AsyncIterator[tuple[str, Tensor]]:
         """Like `fetch`, one tensor at a time; what comes from another host is then never in memory as a whole."""
-        client = self._client()
+        client = self._reader()
         try:
             async with _explained():
                 manifest = await self._manifest(version)
@@ -182,14 +192,19 @@ class WeightStore:
 
     async def shutdown(self) -> None:
         """Ends the store's process. Tensors that were fetched stay valid."""
-        if self._group is None:
+        if not self._groups:
             raise RuntimeError("A weight store can be shut down only by the process that started it.")
-        await self._group.stop()
+        await asyncio.gather(*(group.stop() for group in self._groups))
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_group": None, "_client_here": None, "_publishing": None}
+        not_sent: dict[str, Any] = {"_groups": [], "_client_here": None, "_reader_here": None, "_publishing": None}
+        return {**self.__dict__, **not_sent}
 
-    def _client(self) -> Client:
+    async def chunk_keys(self) -> set[str]:
+        """Of the chunks that the versions consist of."""
+        return {chunk.key for manifest in await self._index() for chunk in manifest.chunks}
+
+    def client(self) -> Client:
         if self._client_here is None:
             from forge.weights.torchstore_client import Client
 
@@ -197,8 +212,19 @@ class WeightStore:
             self._client_here = Client(self._controller, self._strategy, transport=transport)
         return self._client_here
 
+    def _reader(self) -> Client | MirrorReader:
+        """What chunks are read with: the mirror of this host, if it has one."""
+        if self._reader_here is None:
+            self._reader_here = self.client()
+            for home, mirror in self._mirrors:
+                if home.is_here():
+                    from forge.weights.mirror import MirrorReader
+
+                    self._reader_here = MirrorReader(mirror, self.client())
+        return self._reader_here
+
     async def _index(self) -> list[Manifest]:
-        index: list[Manifest] = await self._client().get_object(_INDEX)
+        index: list[Manifest] = await self.client().get_object(_INDEX)
         return index
 
     async def _manifest(self, version: int) -> Manifest:
@@ -237,6 +263,11 @@ class Home:
 
     host: str
     pid: int
+
+    @classmethod
+    def of(cls, group: ProcGroup) -> Home:
+        """That of a group of one process."""
+        return cls(host=host_identity(group.hosts[0].env.get("FORGE_HOST", "")), pid=group.pids[0])
 
     def is_here(self) -> bool:
         """Whether its memory can be reached: the same host, the same view of processes, and permission."""
@@ -294,7 +325,7 @@ def choose_transports(
             "TCP" if transport == "rdma" else "shared memory on this host and TCP between hosts",
         )
     if transport == "auto":
-        return Transports(near="shared_memory", far="rdma" if rdma_wanted and rdma_exists else "tcp")
+        return Transports(near="shm", far="rdma" if rdma_wanted and rdma_exists else "tcp")
     chosen = "tcp" if transport == "rdma" and not rdma_exists else transport
     return Transports(near=chosen, far=chosen)
 

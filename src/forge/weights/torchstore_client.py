@@ -194,7 +194,7 @@ class _Pipe(Pipe):
 
 
 class Client(LocalClient):
-    """TorchStore's client with a choice of transport for flat uint8 tensors: "shared_memory", "tcp" or "rdma"."""
+    """TorchStore's client with a choice of transport for flat uint8 tensors: "shm", "tcp" or "rdma"."""
 
     def __init__(self, controller: Any, strategy: TorchStoreStrategy, *, transport: str) -> None:
         super().__init__(controller, strategy)
@@ -205,7 +205,7 @@ class Client(LocalClient):
 
     @property
     def shares_memory(self) -> bool:
-        return self._transport == "shared_memory"
+        return self._transport == "shm"
 
     async def lend(self, capacity: int) -> tuple[Tensor, SegmentHandle | None]:
         """Memory to fill and to give to `put_flat`, uint8 [>= capacity]; the volume's own where that is possible."""
