@@ -1,4 +1,4 @@
-"""`make bench`: every benchmark, one after the other, in under 15 minutes on two cores. Options:
+"""`make bench`: every benchmark, one after the other; meant to take under 15 minutes on two idle cores. Options:
 
     python -m benchmarks [NAME ...] [--json_dir DIR]      each one's rows also as DIR/NAME.json
 
