@@ -7,15 +7,19 @@ import signal
 import subprocess
 import sys
 import time
+from importlib.metadata import version
 from pathlib import Path
 
+import psutil
 import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import nn
 
+import forge
 from apps.grpo.main import check, train
 from forge.app import launch
-from forge.config import GRPOConfig
-from forge.provisioner import Provisioner
+from forge.config import GRPOConfig, load_config
+from forge.provisioner import Provisioner, available_gpus
 
 ROOT = Path(__file__).parents[2]
 TOY = ["--config", "apps/grpo/toy.yaml"]
@@ -109,6 +113,7 @@ def test_the_run_folder_holds_what_the_contract_lists(toy_run):
     last = max((folder / "checkpoints").iterdir(), key=lambda p: int(p.name.removeprefix("step-")))
     for name in ("config.yaml", "environment.json", "metrics.jsonl", "rollouts.jsonl"):
         assert (folder / name).stat().st_size > 0
+    assert list((folder / "logs").iterdir())
     names = {name for m in lines(folder / "metrics.jsonl") for name in m}
     assert {
         "step", "loss", "reward/mean", "reward/std", "reward/toy_reward", "kl/ref", "entropy", "ratio/mean",
@@ -122,6 +127,34 @@ def test_the_run_folder_holds_what_the_contract_lists(toy_run):
     model = AutoModelForCausalLM.from_pretrained(last / "hf")
     tokenizer = AutoTokenizer.from_pretrained(last / "hf")
     assert model.config.vocab_size >= len(tokenizer)
+
+
+def test_the_environment_says_what_a_rerun_needs(toy_run):
+    record = json.loads((toy_run[0] / "environment.json").read_text())
+    assert record["command"][-4:] == [*TOY, "--output_dir", str(toy_run[0])]
+    assert record["seed"] == load_config(GRPOConfig, toy_run[0] / "config.yaml").training.seed
+    head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True)
+    assert (record["git"] or {}).get("commit", "") == head.stdout.strip()  # nothing where the project is no repository
+    for package in ("torch", "torchmonarch", "torchtitan", "torchstore", "transformers"):
+        assert record["versions"][package] == version(package)
+    assert record["versions"]["forge"] == forge.__version__
+    assert record["cpu"]["cores"] == len(os.sched_getaffinity(0))
+    assert record["cpu"]["model"]
+    assert record["memory_gib"] == pytest.approx(psutil.virtual_memory().total / 2**30, rel=0.01)
+    assert len(record["gpus"]) == len(available_gpus())
+    assert record["dataset"]["path"] == "toy"
+
+
+def test_tensorboard_holds_every_number_of_metrics_jsonl_and_no_other(toy_run):
+    expected = {}
+    for metrics in lines(toy_run[0] / "metrics.jsonl"):
+        for name in metrics.keys() - {"step"}:
+            expected.setdefault(name, {})[metrics["step"]] = metrics[name]
+    events = EventAccumulator(str(toy_run[0] / "tensorboard"), size_guidance={"scalars": 0})
+    events.Reload()
+    assert {*events.Tags()["scalars"]} == expected.keys()
+    for name, by_step in expected.items():
+        assert {e.step: e.value for e in events.Scalars(name)} == pytest.approx(by_step, rel=1e-6), name
 
 
 def on_terminal(*arguments: str) -> tuple[int, bytes]:

@@ -102,7 +102,9 @@ def layer(module: str) -> int:
 
 @pytest.mark.parametrize("name", sorted({*LAYERS, *MAY_IMPORT_INFRASTRUCTURE}))
 def test_what_is_named_here_exists(name: str) -> None:
-    assert any(within(module, name) for module in MODULES), f"there is no module {name}: take it out of the lists of this test"
+    assert any(within(module, name) for module in MODULES), (
+        f"there is no module {name}: take it out of the lists of this test"
+    )
 
 
 @pytest.mark.parametrize("module", MODULES)
