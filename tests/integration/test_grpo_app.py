@@ -122,6 +122,10 @@ def test_the_run_folder_holds_what_the_contract_lists(toy_run):
         "throughput/generate_tokens_per_s", "time/step", "time/wait_rollouts", "time/train", "time/push_weights",
         "time/pull_weights", "eval/reward", "eval/accuracy",
     } <= names  # fmt: skip
+    assert {  # what is logged about any loss
+        "ratio/max", "ratio/clipped_low_frac", "ratio/clipped_high_frac", "kl/ref_k1", "tokens/dropped",
+        "correction/weight_mean", "correction/weight_max", "correction/capped_frac",
+    } <= names  # fmt: skip
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     model = AutoModelForCausalLM.from_pretrained(last / "hf")

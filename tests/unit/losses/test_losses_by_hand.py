@@ -155,11 +155,14 @@ def test_a_token_without_a_finite_generator_logprob_leaves_mask_and_denominator(
 
 
 def test_the_custom_example_by_hand():
-    # Δ = ln 2, so r = 2 is clipped to 1.2, and k3 = ln 2 − 0.5.
+    # Δ = ln 2, so r = 2 is clipped to 1.2, and k3 = ln 2 − 0.5. Clipped, only the KL has a slope: 0.1 · (1 − e^−Δ).
+    logprobs = torch.tensor([[-1.0, float("nan")]], dtype=torch.float64, requires_grad=True)
     loss = CustomLoss(clip_range=0.2, beta=0.1)(
-        logprobs=torch.tensor([[-1.0, float("nan")]], dtype=torch.float64),
+        logprobs=logprobs,
         ref_logprobs=torch.tensor([[-1.0 - math.log(2), 0.0]], dtype=torch.float64),
         advantages=torch.tensor([[1.0]]),
         padding_mask=torch.tensor([[1, 0]]),
     )
     assert loss.item() == pytest.approx(-1.2 + 0.1 * (math.log(2) - 0.5))
+    loss.backward()
+    assert logprobs.grad[0].tolist() == pytest.approx([0.05, 0.0])

@@ -150,13 +150,26 @@ def test_value_and_gradient_equal_those_of_plain_loops(name, changed, kl, off_po
         torch.testing.assert_close(logprobs.grad, gradient, atol=TOLERANCE, rtol=TOLERANCE)
 
 
-def test_the_custom_example_equals_plain_loops():
-    lp, _, ref, adv, mask = batch(3, spread=0.4)
-    on = [(i, t) for i in range(5) for t in range(7) if mask[i][t]]
+def custom_reference(lp, ref, adv, mask):
+    """The formula of `CustomLoss` with its defaults."""
+    on = [(i, t) for i in range(len(lp)) for t in range(len(lp[i])) if mask[i][t]]
     total = 0.0
     for i, t in on:
         delta, a = lp[i][t] - ref[i][t], adv[i][t]
         r = math.exp(delta)
         total += -min(r * a, clip(r, 0.8, 1.2) * a) + 0.1 * k("k3", delta)
-    loss = CustomLoss()(tensor(lp), tensor(ref), tensor(adv)[:, :1], tensor(mask))
-    assert loss.item() == pytest.approx(total / len(on), abs=1e-12)
+    return total / len(on)
+
+
+def test_the_custom_example_equals_plain_loops_in_value_and_gradient():
+    lp, _, ref, adv, mask = batch(3, spread=0.4)
+    logprobs = tensor(lp).requires_grad_()
+    loss = CustomLoss()(logprobs, tensor(ref), tensor(adv)[:, :1], tensor(mask))
+    assert loss.item() == pytest.approx(custom_reference(lp, ref, adv, mask), abs=1e-12)
+    loss.backward()
+    for i, t in [(i, t) for i in range(5) for t in range(7)]:
+        up, down = ([list(row) for row in lp] for _ in range(2))
+        up[i][t] += 1e-6
+        down[i][t] -= 1e-6
+        slope = (custom_reference(up, ref, adv, mask) - custom_reference(down, ref, adv, mask)) / 2e-6
+        assert logprobs.grad[i, t].item() == pytest.approx(slope, abs=TOLERANCE), (i, t)
