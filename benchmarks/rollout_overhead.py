@@ -39,7 +39,7 @@ class InstantGenerator(ForgeActor):
         self.tokens = 0
         self.random = random.Random(0)
 
-    async def generate(self, prompt: list[int], *, n: int = 1, **_: Any) -> list[Completion]:
+    async def generate(self, prompt: list[int], *, n: int = 1, **sampling: Any) -> list[Completion]:
         self.tokens += n * TOKENS
         made = []
         for _ in range(n):

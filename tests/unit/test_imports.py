@@ -37,6 +37,7 @@ LAYERS = {
     "forge.batching": 2,
     "forge.checkpoint": 2,
     "forge.evaluation": 2,
+    "forge.launcher": 2,
     "forge.observability": 2,
     "forge.provisioner": 2,
     "forge.replay_buffer": 2,
@@ -44,6 +45,7 @@ LAYERS = {
     "forge.service": 2,
     "forge.weights": 2,
     "forge.app": 3,
+    "forge.cli": 3,
     "forge.parts": 3,
     "apps": 3,
 }
@@ -54,6 +56,7 @@ MAY_IMPORT_INFRASTRUCTURE = (
     "forge.service",
     "forge.models",
     "forge.provisioner",
+    "forge.launcher",
     "forge.weights",
 )
 
