@@ -19,7 +19,7 @@ import torch
 
 import benchmarks.__main__ as benchmarks
 import forge.config
-from forge.config import ConfigError, GRPOConfig, RunConfig, load_config
+from forge.config import ConfigError, GRPOConfig, RunConfig, SFTDatasetConfig, SFTEvalConfig, load_config
 from forge.config.fields import all_keys
 from forge.data.rewards import build_rewards, score
 from forge.losses import build_loss
@@ -27,7 +27,17 @@ from forge.observability.catalogue import describe
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-CONFIGS = [c for c in vars(forge.config).values() if isinstance(c, type) and issubclass(c, RunConfig)]
+
+
+@dataclasses.dataclass(kw_only=True, slots=True)
+class FineTuning(RunConfig):
+    """The sections of fine-tuning."""
+
+    dataset: SFTDatasetConfig
+    eval: SFTEvalConfig = dataclasses.field(default_factory=SFTEvalConfig)
+
+
+CONFIGS = [FineTuning, *(c for c in vars(forge.config).values() if isinstance(c, type) and issubclass(c, RunConfig))]
 # Held against a real run by tests/integration/test_grpo_app.py.
 RUN_FOLDER = {"config.yaml", "environment.json", "metrics.jsonl", "rollouts.jsonl", "logs/", "tensorboard/"}
 SUFFIXES = (".py", ".yaml", ".md", ".sh", ".toml", ".txt", ".json", ".jsonl")
