@@ -37,7 +37,9 @@ def main() -> int:
     if unknown:
         print(f"no benchmark is called {', '.join(unknown)}; there are: {', '.join(NAMES)}", file=sys.stderr)
         return 2
-    chosen = {name: [] for name in options.names} or {n: a for n, a in NAMES.items() if a is not None}
+    chosen: dict[str, list[str]] = {name: [] for name in options.names} or {
+        n: a for n, a in NAMES.items() if a is not None
+    }
     failed = []
     for name, arguments in chosen.items():
         print(f"== {name}", flush=True)

@@ -14,6 +14,7 @@ import resource
 import subprocess
 import sys
 import time
+from typing import Any
 
 BATCH, LENGTH, VOCABULARY, HIDDEN = 8, 2048, 151_936, 64
 LIMIT_BYTES = 1.5 * 2**30
@@ -49,7 +50,7 @@ def main() -> int:
     from benchmarks.report import parser, report
 
     options = parser(__doc__).parse_args()
-    rows = []
+    rows: list[dict[str, Any]] = []
     for length in (LENGTH, 2 * LENGTH):
         command = [sys.executable, __file__, str(length)]
         output = subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()
