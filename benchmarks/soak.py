@@ -164,7 +164,7 @@ def _left(mark: str, temporary: Path, shared_before: set[str], ports: set[int]) 
     mapped = "".join(maps for path in Path("/proc").glob("[0-9]*/maps") for maps in _text(path))
     new = set(os.listdir("/dev/shm")) - shared_before
     left += [f"shared memory /dev/shm/{name}" for name in new if name not in mapped]  # else of another program
-    listening = {c.laddr.port for c in psutil.net_connections("inet") if c.status == psutil.CONN_LISTEN}
+    listening = {c.laddr.port for c in psutil.net_connections("inet") if c.laddr and c.status == psutil.CONN_LISTEN}
     return left + [f"port {port}" for port in ports & listening]
 
 
