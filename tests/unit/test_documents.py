@@ -110,8 +110,9 @@ def test_a_config_key_that_is_named_exists(document: Path, key: str) -> None:
 
 
 def commands_of(document: Path) -> set[str]:
-    """Programs with their arguments; placeholders such as <folder> are for the reader to fill in."""
-    found = {line for line in lines(document) if re.match(r"(\S*python -m |make \w+ ARGS=)", line) and "<" not in line}
+    """Programs with their arguments, without those that have a <folder> or a NAME for the reader to fill in."""
+    found = {line for line in lines(document) if re.match(r"(\S*python -m |make \w+ ARGS=)", line)}
+    found = {line for line in found if not re.search(r"<| [A-Z_]+( |$)", line)}
     return {re.sub(r"^\S*python", "python", line) for line in found}
 
 
