@@ -116,6 +116,7 @@ async def one_run(folder: Path) -> dict[str, float]:
             reward=reward,
             reference=None,
             data_parallel_ranks=1,
+            colocated=False,
         )
         cpu, wall = time.process_time(), time.perf_counter()
         await Grpo(run, parts).train()

@@ -19,7 +19,7 @@ import torch
 
 import benchmarks.__main__ as benchmarks
 import forge.config
-from forge.config import ConfigError, GRPOConfig, RunConfig, SFTDatasetConfig, SFTEvalConfig, load_config
+from forge.config import ConfigError, GRPOConfig, RunConfig, load_config
 from forge.config.fields import all_keys
 from forge.data.rewards import build_rewards, score
 from forge.losses import build_loss
@@ -27,17 +27,7 @@ from forge.observability.catalogue import describe
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-
-
-@dataclasses.dataclass(kw_only=True, slots=True)
-class FineTuning(RunConfig):
-    """The sections of fine-tuning."""
-
-    dataset: SFTDatasetConfig
-    eval: SFTEvalConfig = dataclasses.field(default_factory=SFTEvalConfig)
-
-
-CONFIGS = [FineTuning, *(c for c in vars(forge.config).values() if isinstance(c, type) and issubclass(c, RunConfig))]
+CONFIGS = [c for c in vars(forge.config).values() if isinstance(c, type) and issubclass(c, RunConfig)]
 # Held against a real run by tests/integration/test_grpo_app.py.
 RUN_FOLDER = {"config.yaml", "environment.json", "metrics.jsonl", "rollouts.jsonl", "logs/", "tensorboard/"}
 SUFFIXES = (".py", ".yaml", ".md", ".sh", ".toml", ".txt", ".json", ".jsonl")
@@ -82,7 +72,8 @@ def files_of(document: Path) -> set[str]:
 @pytest.mark.parametrize(("document", "file"), named({d: files_of(d) for d in DOCUMENTS}))
 def test_a_file_that_is_named_exists(document: Path, file: str) -> None:
     file = file.removeprefix("./")
-    places = ((ROOT / "src" / "forge").rglob(file), ROOT.glob(file), document.parent.glob(file))
+    trees = [ROOT / "src" / "forge", ROOT / "tests"]
+    places = [*(tree.rglob(file) for tree in trees), ROOT.glob(file), document.parent.glob(file)]
     assert any(next(place, None) for place in places)
 
 
@@ -151,7 +142,10 @@ def test_a_name_of_the_library_can_be_imported(document: Path, name: str) -> Non
 
 def metrics_of(document: Path) -> set[str]:
     words = {word for line in lines(document) for word in line.split()}
-    return {w for w in words if re.fullmatch(r"[a-z]+/[a-z_0-9]+(<\w+>)?|[a-z]+/<\w+>", w)} - {"runs/grpo"}
+    return {w for w in words if re.fullmatch(r"[a-z]+/[a-z_0-9]+(<\w+>)?|[a-z]+/<\w+>", w)} - {
+        "runs/grpo",
+        "checkpoints/best",
+    }
 
 
 @pytest.mark.parametrize(("document", "name"), named({d: metrics_of(d) for d in DOCUMENTS}))
@@ -176,7 +170,9 @@ def test_a_piece_of_config_is_understood(document: Path, block: str, tmp_path: P
 
 def piece(config: type[RunConfig], block: str, folder: Path) -> RunConfig:
     file = folder / "piece.yaml"
-    file.write_text(block if re.search(r"^model:", block, flags=re.MULTILINE) else f"model: toy\n{block}")
+    needed = {"model": "model: toy\n", "dataset": "dataset: {path: toy}\n"}
+    given = re.findall(r"^(\w+):", block, flags=re.MULTILINE)
+    file.write_text("".join(line for key, line in needed.items() if key not in given) + block)
     return load_config(config, file)
 
 
