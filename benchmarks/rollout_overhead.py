@@ -48,7 +48,7 @@ class InstantGenerator(ForgeActor):
             made.append(Completion(text=str(ids[0] % 2), token_ids=ids, logprobs=[-1.0] * TOKENS, metadata=metadata))
         return made
 
-    async def update_weights(self, version: int) -> None:
+    async def update_weights(self, version: int, *, rollback: bool) -> None:
         pass
 
     async def stats(self) -> dict[str, float]:
@@ -73,6 +73,9 @@ class ForgetfulTrainer(ForgeActor):
     def save(self, folder: str) -> None:
         (Path(folder) / "trainer").mkdir(parents=True)
 
+    def save_finished(self) -> None:
+        pass
+
 
 class Problems:
     """A data set without end."""
@@ -87,7 +90,7 @@ class Problems:
         return Sample(id=f"p/{self.count}", prompt="x" * 600, prompt_ids=ids, target="1", question="x")
 
     def state_dict(self) -> dict[str, int]:
-        return {"position": self.count}
+        return {"epoch": 0, "position": self.count}
 
 
 def is_target(prompt: str, response: str, target: str) -> float:

@@ -67,6 +67,38 @@ class Parts:
 
 
 @dataclass(kw_only=True, slots=True)
+class GeneratorWork:
+    """Tokens that all generators sampled, and seconds that one was busy, or without work, on average."""
+
+    tokens: float
+    busy_s: float
+    idle_s: float
+
+
+class GeneratorMeter:
+    """What the generators did between two looks."""
+
+    def __init__(self, generator: Service) -> None:
+        self._generator = generator
+        self._last = GeneratorWork(tokens=0.0, busy_s=0.0, idle_s=0.0)
+
+    async def since_last(self) -> GeneratorWork:
+        """What they did since the last call; one that was replaced begins at 0."""
+        stats = await self._generator.stats.fanout()
+        total = GeneratorWork(
+            tokens=sum(s["generated_tokens"] for s in stats),
+            busy_s=sum(s["busy_s"] for s in stats) / len(stats),
+            idle_s=sum(s["idle_s"] for s in stats) / len(stats),
+        )
+        last, self._last = self._last, total
+        return GeneratorWork(
+            tokens=max(0.0, total.tokens - last.tokens),
+            busy_s=max(0.0, total.busy_s - last.busy_s),
+            idle_s=max(0.0, total.idle_s - last.idle_s),
+        )
+
+
+@dataclass(kw_only=True, slots=True)
 class Inputs:
     """What a run reads before anything starts."""
 

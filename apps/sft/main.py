@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from forge.app import Run, Stopped, launch
+from forge.app import Dropped, Run, Stopped, launch
 from forge.config import SFTConfig
 
 if TYPE_CHECKING:  # --help and --print_config answer without torch
@@ -24,15 +24,22 @@ if TYPE_CHECKING:  # --help and --print_config answer without torch
 
 
 async def train(run: Run[SFTConfig]) -> None:
-    """One run: start or resume, validate, train, validate again."""
+    """One run: start or resume, validate, train, validate again; if the trainer dies, back to the last checkpoint."""
     from apps.sft.parts import start_parts
+    from forge.saver import with_trainer_restarts
 
     async with start_parts(run) as parts:
-        sft = SFT(run, parts)
-        await run.unless_stopped(sft.resume())
-        await sft.train()
-        if sft.moment.baseline:
-            run.console.summary(sft.moment.baseline, sft.moment.latest, notes=sft.notes())
+        untouched = parts.documents.state_dict()
+
+        async def attempt() -> None:
+            parts.documents.load_state_dict(untouched)
+            sft = SFT(run, parts)
+            await run.unless_stopped(sft.resume())
+            await sft.train()
+            if sft.moment.baseline:
+                run.console.summary(sft.moment.baseline, sft.moment.latest, notes=sft.notes())
+
+        await with_trainer_restarts(run, parts.trainer, attempt)
 
 
 def check(config: SFTConfig) -> list[str]:
@@ -62,6 +69,8 @@ class Moment:
     """The lowest held-out loss, and after how many steps it was reached."""
     without_progress: int = 0
     """Evaluations since then."""
+    health: dict[str, Any] = dataclasses.field(default_factory=dict)
+    """What the guards have seen."""
 
 
 class SFT:
@@ -69,6 +78,7 @@ class SFT:
 
     def __init__(self, run: Run[SFTConfig], parts: Parts) -> None:
         from apps.sft.parts import Batches, heldout_batches
+        from forge.saver import Saver
 
         self.run = run
         self.config = run.config
@@ -77,13 +87,21 @@ class SFT:
         self.batches = Batches(parts.documents, documents=run.config.documents_per_step, ranks=ranks)
         self.heldout = heldout_batches(parts.heldout, ranks=ranks)
         self.moment = Moment(documents=parts.documents.state_dict())
-        self.saved = run.start_step if run.resume_from else -1
-        self.generator_version = 0
+        self.saver = Saver(run, parts.trainer)
+        self.generator_version = -1 if run.went_back else 0  # 0 is the model's own
         self.step_ended = time.perf_counter()
 
     async def train(self) -> None:
         """Consumes batches; produces weights, metrics and checkpoints; waits for the disk when it reads slower than the
         trainer trains; ends after the last step, when the loss stops falling, or when the run is stopped."""
+        async with asyncio.TaskGroup() as tasks:  # in which checkpoints are written, beside the steps
+            try:
+                await self.steps(tasks)
+            finally:
+                await self.batches.close()
+
+    async def steps(self, tasks: asyncio.TaskGroup) -> None:
+        """The steps, and a checkpoint behind the last one, whatever made it the last."""
         last = self.config.training.steps
         try:
             await self.evaluate_if_due()  # before training; or what a stopped run had no time for
@@ -94,26 +112,27 @@ class SFT:
                 self.run.raise_if_stopped()
                 await self.evaluate_if_due()
                 if self.save_is_due():
-                    await self.save()
+                    await self.save(tasks)
             if self.stalled():
                 self.run.console.note(
                     f"ending after step {self.moment.step} of {last}: no lower held-out loss in "
                     f"{self.moment.without_progress} evaluations"
                 )
+        except Dropped:
+            self.run.console.warn("the step that was under way did not end in time, so there is no new checkpoint")
+            raise
         except Stopped:
             if self.moment.step > self.run.start_step:
-                await self.save()
+                await self.run.last_checkpoint(self.save_last(tasks))
             raise
-        finally:
-            await self.batches.close()
-        await self.save()
+        await self.save_last(tasks)
 
     async def one_step(self) -> None:
         """Takes the next batch, trains on it, and measures both."""
         metrics, trainer = self.run.metrics, self.parts.trainer
         with metrics.timer("time/wait_data"):
             delivery = await self.run.unless_stopped(self.batches.take())
-        await trainer.train_step.call(*delivery.batch)
+        await self.run.finish_or_drop(trainer.train_step.call(*delivery.batch))
         self.moment.step += 1
         self.moment.documents = delivery.position
         measured = await trainer.metrics.call()
@@ -214,7 +233,7 @@ class SFT:
             await self.parts.trainer.collect_weights.call()
             await self.parts.trainer.push_weights.call(step)
         with self.run.metrics.timer("time/pull_weights"):
-            await self.parts.generator.update_weights.fanout(step)
+            await self.parts.generator.update_weights.fanout(step, rollback=True)
         self.generator_version = step
 
     def save_is_due(self) -> bool:
@@ -223,29 +242,31 @@ class SFT:
         best = checkpoint.keep_best and self.moment.best_step == step
         return best or (checkpoint.interval is not None and step % checkpoint.interval == 0)
 
-    async def save(self) -> None:
-        """Writes a checkpoint from which the run goes on as if nothing had happened."""
-        step = self.moment.step
-        if step == self.saved:
+    async def save(self, tasks: asyncio.TaskGroup) -> None:
+        """Begins a checkpoint from which the run goes on as if nothing had happened."""
+        if self.saver.saved_step == self.moment.step:
             return
-        with self.run.metrics.timer("time/checkpoint"):
-            partial = self.run.checkpoints.begin(step)
-            await self.parts.trainer.save.call(str(partial))
-            best = self.moment.best_step if self.config.checkpoint.keep_best else None
-            state = dataclasses.asdict(self.moment)
-            await asyncio.to_thread(self.run.checkpoints.commit, step, state=state, best=best)
-        self.saved = step
+        best = self.moment.best_step if self.config.checkpoint.keep_best else None
+        self.moment.health = self.run.health.state_dict()
+        await self.saver.save(self.moment.step, dataclasses.asdict(self.moment), tasks, best=best)
+
+    async def save_last(self, tasks: asyncio.TaskGroup) -> None:
+        """Leaves a checkpoint of the last step behind; returns when it is written."""
+        await self.save(tasks)
+        await self.saver.finished()
 
     async def resume(self) -> None:
         """Goes on from the checkpoint, if there is one."""
         from forge.checkpoint import load_state
 
+        await self.saver.check_room()
         path = self.run.resume_from
         if path is None:
             return
         self.moment = Moment(**load_state(path))
         await self.parts.trainer.load.call(str(path))
         self.parts.documents.load_state_dict(self.moment.documents)
+        self.run.health.load_state_dict(self.moment.health)
 
     def notes(self) -> dict[str, str]:
         """What the last lines of the run say beside the held-out measures."""

@@ -12,6 +12,8 @@ pickle.
 
 from __future__ import annotations
 
+import dataclasses
+import errno
 import json
 import os
 import shutil
@@ -22,10 +24,23 @@ import xxhash
 
 MANIFEST = "manifest.json"
 STATE = "state.json"
+_ROOM = 1.05
+"""Free space asked for, as a multiple of a checkpoint's tensors: the logs grow meanwhile, and the state has a size."""
+_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 class TornCheckpoint(RuntimeError):
     """A checkpoint's files are not those that its manifest lists."""
+
+
+class DiskFull(RuntimeError):
+    """There is no room for a checkpoint. The message is complete: place, bytes needed, bytes free, what to do."""
+
+    def __init__(self, folder: Path, *, needed: int, free: int) -> None:
+        super().__init__(
+            f"no room for a checkpoint in {folder}: it needs {needed:,} bytes ({needed / 2**30:.2f} GiB), and {free:,} "
+            "are free. Free some space, lower checkpoint.keep_latest_k, or choose an output_dir on a larger disk."
+        )
 
 
 class Checkpoints:
@@ -50,22 +65,48 @@ class Checkpoints:
         self.torn: list[str] = []
         """Why a newer checkpoint was passed over by `latest`."""
 
-    def begin(self, step: int) -> Path:
-        """An empty folder to write the parts of step `step` into."""
+    def check_room(self, needed: int) -> None:
+        """Whether `needed` bytes can be written.
+
+        Raises:
+            DiskFull: they cannot.
+        """
+        there = self._folder
+        while not there.exists():
+            there = there.parent
+        free = shutil.disk_usage(there).free
+        if free < _ROOM * needed:
+            raise DiskFull(self._folder, needed=int(_ROOM * needed), free=free)
+
+    def begin(self, step: int, *, needed: int = 0) -> Path:
+        """An empty folder to write the parts of step `step` into, `needed` bytes together.
+
+        Raises:
+            DiskFull: there is no room for them.
+        """
         partial = self._folder / f"step-{step}.partial"
         shutil.rmtree(partial, ignore_errors=True)
+        self.check_room(needed)
         partial.mkdir(parents=True)
         return partial
 
-    def commit(self, step: int, *, state: dict[str, Any], best: int | None = None) -> Path:
+    def abandon(self, step: int, error: BaseException, *, needed: int) -> BaseException:
+        """Removes what was written of step `step`; returns what to raise: `DiskFull` where that was the reason."""
+        shutil.rmtree(self._folder / f"step-{step}.partial", ignore_errors=True)
+        if not is_disk_full(error):
+            return error
+        return DiskFull(self._folder, needed=int(_ROOM * needed), free=shutil.disk_usage(self._folder).free)
+
+    def commit(self, step: int, *, state: Any, best: int | None = None) -> Path:
         """Adds the controller's state, flushes everything to disk, and gives the checkpoint its name.
 
         Args:
+            state: what JSON can hold, and dataclasses.
             best: the step of the best checkpoint so far, which is kept beside the latest; `best` in the folder is a
                 link to it.
         """
         partial, final = self._folder / f"step-{step}.partial", self._folder / f"step-{step}"
-        (partial / STATE).write_text(json.dumps(state))
+        (partial / STATE).write_text(json.dumps(state, default=_fields_of))
         files = [p for p in sorted(partial.rglob("*")) if p.is_file()]
         manifest = {str(p.relative_to(partial)): {"bytes": p.stat().st_size, "xxh3": _checksum(p)} for p in files}
         (partial / MANIFEST).write_text(json.dumps(manifest, indent=1))
@@ -131,9 +172,25 @@ def verify(path: Path) -> None:
 
 
 def load_state(path: Path) -> dict[str, Any]:
-    """The controller's part of a checkpoint."""
+    """The controller's part of a checkpoint; dataclasses come back as dicts."""
     state: dict[str, Any] = json.loads((path / STATE).read_text())
     return state
+
+
+def is_disk_full(error: BaseException | None) -> bool:
+    """Whether a full disk is behind the error; libraries wrap it, or tell it in words alone."""
+    while error is not None:
+        if isinstance(error, DiskFull) or (isinstance(error, OSError) and error.errno in _FULL):
+            return True
+        if os.strerror(errno.ENOSPC).lower() in str(error).lower():
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def _fields_of(value: Any) -> dict[str, Any]:
+    """One level of a dataclass; json comes back for what is in it."""
+    return {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
 
 
 def _checksum(path: Path) -> str:

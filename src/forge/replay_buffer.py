@@ -8,7 +8,6 @@ oldest first, group k is trained in step k // P, so that its weights are at most
 from __future__ import annotations
 
 import asyncio
-from typing import Any
 
 from forge.types import Group
 
@@ -48,7 +47,8 @@ class ReplayBuffer:
         self._changed = asyncio.Condition()
         self._end: Exception | None = None
         self.discarded = 0
-        self.stale = 0
+        self.stale: list[Group] = []
+        """Groups that got too old to be trained, for whoever keeps the books to take away."""
 
     def __len__(self) -> int:
         """Finished groups that no step has taken yet."""
@@ -67,12 +67,24 @@ class ReplayBuffer:
         """Waits for a free place and returns the id of the group that may start now."""
         async with self._changed:
             await self._changed.wait_for(self._may_start)
-            group_id = self._next_id
-            self._next_id += 1
-            self._started += 1
-            self._running.add(group_id)
-            self._started_at[group_id] = self._version
-            return group_id
+            return self._start()
+
+    async def admit_wave(self) -> list[int]:
+        """Waits until every group has finished and there are free places, and fills all of them at once."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: not self._running and self._may_start())
+            wave = []
+            while self._may_start():
+                wave.append(self._start())
+            return wave
+
+    def _start(self) -> int:
+        group_id = self._next_id
+        self._next_id += 1
+        self._started += 1
+        self._running.add(group_id)
+        self._started_at[group_id] = self._version
+        return group_id
 
     async def add(self, group: Group) -> None:
         """Takes a finished group in."""
@@ -138,22 +150,28 @@ class ReplayBuffer:
         return chosen if in_time or overtaken == 0 else None
 
     def _drop_stale(self, step: int) -> None:
-        old = [i for i, g in self._finished.items() if step - g.policy_version > self._max_staleness]
-        for group_id in old:
-            self._give_up(group_id)
+        old = [g for g in self._finished.values() if step - g.policy_version > self._max_staleness]
+        for group in old:
+            self._give_up(group.id)
         if old:
-            self.stale += len(old)
+            self.stale += old
             self._changed.notify_all()
 
-    def state_dict(self) -> dict[str, Any]:
-        """What a resumed run needs: finished groups that were not trained, and the next group's id."""
-        return {"next_id": self._next_id, "finished": list(self._finished.values())}
+    @property
+    def finished(self) -> list[Group]:
+        """Groups that wait to be trained."""
+        return list(self._finished.values())
 
-    def load_state_dict(self, state: dict[str, Any], *, running: list[int]) -> None:
-        """Goes on from `state_dict()`; `running` are the ids of the groups that have to be started once more."""
-        self._finished = {g.id: g for g in state["finished"]}
+    @property
+    def next_id(self) -> int:
+        """The id of the group that starts next."""
+        return self._next_id
+
+    def load(self, *, finished: list[Group], running: list[int], next_id: int) -> None:
+        """Goes on from where another buffer stood; `running` are the groups that have to be started once more."""
+        self._finished = {g.id: g for g in finished}
         self._running = set(running)
         self._started_at = dict.fromkeys([*self._finished, *running], self._version)
         self._started_at |= {i: g.policy_version for i, g in self._finished.items()}
-        self._next_id = state["next_id"]
+        self._next_id = next_id
         self._started += len(self._finished) + len(running)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from forge.advantages import advantages, overlong_penalty
 from forge.types import Completion, Episode, Group
@@ -21,6 +21,7 @@ class Promptable(Protocol):
     prompt: str
     prompt_ids: list[int]
     target: str
+    epoch: int
 
 
 @dataclass(kw_only=True, slots=True)
@@ -56,6 +57,14 @@ class FailureBudget:
         self._first = ""
         self.episodes = 0
         self.failed = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed run goes on counting from."""
+        return {"episodes": self.episodes, "failed": self.failed, "first": self._first}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Goes on from `state_dict()`."""
+        self.episodes, self.failed, self._first = state["episodes"], state["failed"], state["first"]
 
     def count(self, errors: Sequence[str | None]) -> None:
         """Takes one entry for each episode: the failure's text, or None.
@@ -148,7 +157,7 @@ async def rollout(
         episodes.append(episode)
     for episode, value in zip(episodes, advantages([e.reward for e in episodes], kind=settings.advantage), strict=True):
         episode.advantage = value
-    return Group(id=group_id, sample_id=sample.id, episodes=episodes)
+    return Group(id=group_id, sample_id=sample.id, episodes=episodes, epoch=sample.epoch)
 
 
 def to_episode(sample: Promptable, completion: Completion, judged: Score, settings: RolloutSettings) -> Episode:

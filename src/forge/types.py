@@ -65,6 +65,8 @@ class Group:
     sample_id: str
     """Which problem of the data set."""
     episodes: list[Episode]
+    epoch: int = 0
+    """In which pass over the data set, counted from 0."""
 
     @property
     def policy_version(self) -> int:

@@ -6,6 +6,7 @@ layouts, one after the other, in the same process group.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import multiprocessing
 import os
@@ -113,6 +114,7 @@ def run_rank(job: dict[str, Any], world: int, rank: int, port: int) -> None:
         )
         trainer.train_step(*make_batch(groups(), ranks=1, pad_id=0))
         trainer.save(job["alone"])
+        asyncio.run(trainer.save_finished())
         found = {"loaded": published(trainer)}
         found["second loss"] = trainer.train_step(*make_batch(groups(seed=1), ranks=1, pad_id=0))
         torch.save(found, Path(job["out"]) / "alone second.pt")

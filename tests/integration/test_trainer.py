@@ -1,6 +1,7 @@
 """The trainer on real TorchTitan models: against transformers, over several processes, and through a checkpoint."""
 
 import asyncio
+import random
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from forge.actors.trainer import NonFiniteStep, Trainer
+from forge.actors.trainer_state import BackgroundWriter
 from forge.attention import TreeLayout
 from forge.batching import make_batch
 from forge.config import ParallelismConfig
@@ -35,8 +37,13 @@ def alone(model, tmp_path_factory) -> tuple[float, Path]:
     trainer = Trainer(model=model, training=settings(max_norm=MAX_NORM), loss="dapo")
     loss = trainer.train_step(*make_batch(groups(), ranks=1, pad_id=0))
     folder = tmp_path_factory.mktemp("alone")
-    trainer.save(str(folder))
+    save(trainer, folder)
     return loss, folder
+
+
+def save(trainer: Trainer, folder: Path) -> None:
+    trainer.save(str(folder))
+    asyncio.run(trainer.save_finished())
 
 
 def tensors(folder: Path) -> dict[str, torch.Tensor]:
@@ -63,7 +70,7 @@ def transformers_step(model) -> tuple[float, dict[str, Tensor]]:
 
 def assert_gradients(trainer: Trainer, expected: dict[str, Tensor], folder: Path) -> None:
     """The gradients that the first step of `trainer` applied, seen in the optimizer's first moments."""
-    trainer.save(str(folder))
+    save(trainer, folder)
     moments = tensors(folder)
     for name, gradient in expected.items():
         ours = moments[f"exp_avg.{name}"].double() / (1 - BETA1)
@@ -132,12 +139,13 @@ def test_two_processes_take_the_same_step_as_one(model, alone, layout, tmp_path)
             losses = await trainer.train_step.call_all(*make_batch(groups(), ranks=ranks, pad_id=0))
             assert losses[0] == losses[1]
             await trainer.save.call(str(tmp_path))
+            await trainer.save_finished.call()
         return losses[0]
 
     assert asyncio.run(step()) == pytest.approx(expected, rel=1e-4)
     single = Trainer(model=model, training=settings(max_norm=MAX_NORM), loss="dapo")
     assert single.load(str(tmp_path)) == 1  # shards of two ranks, read by one
-    single.save(str(tmp_path / "one"))
+    save(single, tmp_path / "one")
     ours, theirs = tensors(tmp_path / "one"), tensors(folder)
     assert ours.keys() == theirs.keys()
     for name in ours:
@@ -156,12 +164,49 @@ def test_a_resumed_trainer_goes_on_bit_for_bit(model, tmp_path):
     losses = []
     for i, batch in enumerate(batches):
         if i == 2:
-            trainer.save(str(tmp_path))
+            trainer.save(str(tmp_path))  # written while the next step changes the weights
         losses.append(trainer.train_step(*batch))
+    asyncio.run(trainer.save_finished())
     resumed = Trainer(model=model, training=settings(warmup_steps=3, lr_schedule="cosine"), loss="grpo")
     assert resumed.load(str(tmp_path)) == 2
     assert [resumed.train_step(*b) for b in batches[2:]] == losses[2:]
     assert resumed.metrics()["lr"] == trainer.metrics()["lr"]
+
+
+def test_a_checkpoint_is_of_the_moment_it_was_asked_for(tmp_path):
+    """What changes while it is written does not reach it: 64 MB take longer to write than to overwrite."""
+    writer = BackgroundWriter()
+    tensors = {"a": torch.ones(2**23), "b": torch.full((2**23,), 2.0)}
+    writer.start(tensors, tmp_path)
+    for tensor in tensors.values():
+        tensor.zero_()
+    with pytest.raises(RuntimeError, match="still being written"):
+        writer.start(tensors, tmp_path)
+    asyncio.run(writer.finished())
+    read = {k: v for file in tmp_path.glob("*.safetensors") for k, v in load_file(file).items()}
+    assert {k: (v.min().item(), v.max().item()) for k, v in read.items()} == {"a": (1, 1), "b": (2, 2)}
+
+
+def test_what_fails_while_writing_is_raised_to_whoever_waits(tmp_path):
+    writer = BackgroundWriter()
+    (tmp_path / "file").touch()
+
+    def fail() -> None:
+        (tmp_path / "file" / "below").touch()
+
+    writer.start({"a": torch.ones(1)}, tmp_path / "ok", also=fail)
+    with pytest.raises(NotADirectoryError):
+        asyncio.run(writer.finished())
+
+
+def test_random_numbers_go_on_where_they_were(model, tmp_path):
+    trainer = Trainer(model=model, training=settings())
+    save(trainer, tmp_path)
+    expected = torch.rand(3).tolist(), random.random()
+    torch.manual_seed(0)
+    random.seed(0)
+    assert Trainer(model=model, training=settings()).load(str(tmp_path)) == 0
+    assert (torch.rand(3).tolist(), random.random()) == expected
 
 
 def test_a_step_with_nan_is_not_applied(model):
@@ -212,7 +257,7 @@ def test_weights_go_out_under_hugging_face_names_in_the_generators_dtype(model, 
     store = Published()
     trainer = Trainer(model=model, training=settings(), weights=store, weights_dtype="bfloat16")
     trainer.train_step(*make_batch(groups(), ranks=1, pad_id=0))
-    trainer.save(str(tmp_path))
+    save(trainer, tmp_path)
     trainer.collect_weights()
     trainer.train_step(*make_batch(groups(seed=1), ranks=1, pad_id=0))  # must not change what was collected
     asyncio.run(trainer.push_weights(1))
@@ -250,7 +295,7 @@ def test_what_did_not_change_since_the_last_push_is_named(model):
 def test_what_is_saved_loads_in_transformers_with_the_trainers_logits(model, tmp_path):
     trainer = Trainer(model=model, training=settings(), loss="dapo")
     trainer.train_step(*make_batch(groups(), ranks=1, pad_id=0))
-    trainer.save(str(tmp_path))
+    save(trainer, tmp_path)
     tokens = torch.tensor([[(7 * i) % 256 for i in range(40)]])
     with torch.no_grad():
         hidden = trainer._model.hidden_states(tokens, torch.arange(40)[None], TreeLayout.from_lengths([40]))

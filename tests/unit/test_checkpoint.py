@@ -1,10 +1,13 @@
 """Checkpoints are whole or not there."""
 
+import errno
 import json
+import shutil
+from dataclasses import dataclass
 
 import pytest
 
-from forge.checkpoint import Checkpoints, TornCheckpoint, load_state, verify
+from forge.checkpoint import Checkpoints, DiskFull, TornCheckpoint, is_disk_full, load_state, verify
 
 
 def write(checkpoints: Checkpoints, step: int, content: str = "weights"):
@@ -89,3 +92,50 @@ def test_saving_a_step_again_keeps_the_old_one_until_the_new_one_is_there(tmp_pa
 def test_the_manifest_lists_every_file(tmp_path):
     path = write(Checkpoints(tmp_path, keep_latest_k=1), 5)
     assert set(json.loads((path / "manifest.json").read_text())) == {"state.json", "trainer/a.safetensors"}
+
+
+@dataclass(slots=True)
+class Inner:
+    values: list[float]
+
+
+@dataclass(slots=True)
+class Outer:
+    step: int
+    inner: Inner
+
+
+def test_a_state_may_hold_dataclasses_and_keeps_every_digit(tmp_path):
+    checkpoints = Checkpoints(tmp_path, keep_latest_k=1)
+    checkpoints.begin(3)
+    path = checkpoints.commit(3, state=Outer(3, Inner([0.1, -1e-300])))
+    assert load_state(path) == {"step": 3, "inner": {"values": [0.1, -1e-300]}}
+
+
+def test_a_full_disk_is_told_before_anything_is_written(tmp_path, monkeypatch):
+    checkpoints = Checkpoints(tmp_path / "run" / "checkpoints", keep_latest_k=1)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10**9, 10**9 - 1000, 1000))
+    with pytest.raises(DiskFull, match=r"run/checkpoints: it needs 2,100 bytes .* and 1,000 are free.*output_dir"):
+        checkpoints.begin(3, needed=2000)
+    assert not (tmp_path / "run").exists()
+    checkpoints.check_room(900)
+
+
+def test_a_disk_that_fills_up_while_writing_is_told_as_such_and_frees_what_was_written(tmp_path):
+    checkpoints = Checkpoints(tmp_path, keep_latest_k=1)
+    write(checkpoints, 1)
+    (checkpoints.begin(2) / "half").write_text("ha")
+    cause = RuntimeError("SafetensorError: I/O error: No space left on device (os error 28)")
+    told = checkpoints.abandon(2, cause, needed=10**15)
+    assert isinstance(told, DiskFull)
+    assert "1,050,000,000,000,000 bytes" in str(told)
+    assert [p.name for p in tmp_path.iterdir()] == ["step-1"]
+    other = ValueError("something else")
+    assert checkpoints.abandon(2, other, needed=1) is other
+
+
+def test_a_full_disk_is_recognised_behind_other_errors():
+    wrapped = RuntimeError("writing failed")
+    wrapped.__cause__ = OSError(errno.ENOSPC, "No space left on device")
+    assert is_disk_full(wrapped)
+    assert not is_disk_full(OSError(errno.EACCES, "Permission denied"))

@@ -6,13 +6,17 @@ from dataclasses import dataclass
 
 import pytest
 
-from apps.grpo.main import Grpo, NothingToLearn
+from apps.grpo.flat import NothingToLearn
+from apps.grpo.main import Grpo
 from apps.grpo.parts import Parts
+from apps.grpo.state import read_moment
+from forge.actors.trainer import NonFiniteStep
+from forge.checkpoint import Checkpoints, load_state
 from forge.config import GRPOConfig, load_config
 from forge.data.datasets import Sample
 from forge.observability.metrics import Metrics
 from forge.rollout import Score
-from forge.types import Completion
+from forge.types import Completion, Group
 
 
 class Endpoint:
@@ -40,7 +44,7 @@ class Samples:
         return Sample(id=name, prompt=name, prompt_ids=[1, self.given], target="x", question=name)
 
     def state_dict(self):
-        return {"given": self.given}
+        return {"given": self.given, "epoch": 0}
 
 
 @dataclass
@@ -53,7 +57,9 @@ class World:
 
     def __post_init__(self):
         self.asleep_while_training = []
-        self.trained, self.logged, self.notes, self.saved, self.versions = [], [], [], [], []
+        self.trained, self.logged, self.notes, self.saved, self.versions, self.holds = [], [], [], [], [], []
+        self.written, self.committed = [], []
+        self.attempts, self.nan_at = 0, set()
         self.samples = Samples()
 
     def generate(self, prompt_ids, *, n, **_):
@@ -64,17 +70,25 @@ class World:
     def score(self, responses):
         number = int(responses[0][0][1:])
         values = self.rewards_of(number, len(responses))
+        if values is None:
+            return [Score(rewards={}, error="no reward")] * len(responses)
         return [Score(reward=v, rewards={"R": v}) for v in values]
 
     def sleep(self):
         self.asleep = True
 
-    def update_weights(self, version):
+    def update_weights(self, version, rollback):
         self.asleep = False
         self.version = version
         self.versions.append(version)
 
+    def write(self, step, groups, outcome=None):
+        self.written += [(step, g.id, outcome or ("trained" if g.has_signal else "zero_variance")) for g in groups]
+
     def train_step(self, inputs, targets):
+        self.attempts += 1
+        if self.attempts - 1 in self.nan_at:
+            raise NonFiniteStep("step: loss nan.")
         self.trained.append(len(inputs[0]["tokens"]))
         self.asleep_while_training.append(self.asleep)
         return 0.0
@@ -94,9 +108,15 @@ class World:
                 collect_weights=lambda: 0.0,
                 push_weights=lambda version: 0.0,
                 save=self.saved.append,
+                save_finished=lambda: None,
             ),
             generator=actor(
-                generate=self.generate, update_weights=self.update_weights, sleep=self.sleep, stats=lambda: stats
+                generate=self.generate,
+                update_weights=self.update_weights,
+                stats=lambda: stats,
+                sleep=self.sleep,
+                hold=self.holds.append,
+                release=lambda: None,
             ),
             reward=actor(score=self.score),
             reference=None,
@@ -117,11 +137,17 @@ class World:
             start_step=0,
             metrics=metrics,
             unless_stopped=unless_stopped,
+            finish_or_drop=unless_stopped,
+            resume_from=None,
+            flush_to_disk=lambda: None,
+            health=types.SimpleNamespace(state_dict=dict),
             raise_if_stopped=lambda: None,
             log_step=log_step,
-            console=types.SimpleNamespace(note=self.notes.append),
-            rollouts=types.SimpleNamespace(write=lambda *a, **k: None),
-            checkpoints=types.SimpleNamespace(begin=lambda step: tmp_path, commit=lambda step, state: None),
+            console=types.SimpleNamespace(note=self.notes.append, warn=self.notes.append),
+            rollouts=types.SimpleNamespace(write=self.write),
+            checkpoints=types.SimpleNamespace(
+                begin=lambda step, needed: tmp_path, commit=lambda step, state, best: self.committed.append(state)
+            ),
         )
 
 
@@ -207,3 +233,65 @@ def test_accumulation_multiplies_the_groups_of_a_step(tmp_path):
     world = World(lambda number, n: [0.0, 1.0])
     train(world, tmp_path, "training.gradient_accumulation_steps=3")
     assert world.trained == [12, 12, 12, 12]  # 2 × 3 groups of 2
+
+
+def test_every_group_is_in_the_ledger_once_with_what_became_of_it(tmp_path):
+    """Of every five problems one is flat and is replaced, and one has no reward at all."""
+
+    def rewards(number, n):
+        return {3: [0.5, 0.5], 4: None}.get(number % 5, [0.0, 1.0])
+
+    world = World(rewards)
+    train(world, tmp_path, "grpo.dynamic_sampling=true", "grpo.max_error_fraction=1")
+    outcomes = {group: outcome for _, group, outcome in world.written}
+    assert len(outcomes) == len(world.written)  # each under one step
+    assert [outcomes[i] for i in range(10)] == ["trained", "trained", "trained", "zero_variance", "failed"] * 2
+    assert sum(outcome == "trained" for outcome in outcomes.values()) == 8
+
+
+def test_strictly_on_policy_groups_start_in_waves_that_are_numbered(tmp_path):
+    """The generators are held once a step, under the id of its first group; a replaced batch is one more wave."""
+    world = World(lambda number, n: [0.0, 0.0] if number < 2 else [0.0, 1.0])
+    train(world, tmp_path, "training.max_staleness=0")
+    assert world.holds == [0, 2, 4, 6, 8]
+    assert world.trained == [4, 4, 4, 4]
+
+
+def test_a_batch_that_makes_nan_is_replaced_where_the_guard_says_skip(tmp_path):
+    world = World(lambda number, n: [0.0, 1.0])
+    world.nan_at = {1}
+    train(world, tmp_path, "guards.nonfinite=skip")
+    assert len(world.trained) == 4
+    assert [group for _, group, outcome in world.written if outcome == "nonfinite"] == [2, 3]
+    assert [m.get("groups/nonfinite", 0) for m in world.logged] == [0, 2, 0, 0]
+
+
+@pytest.mark.parametrize(("action", "attempts"), [("stop", 1), ("skip", 2)])
+def test_nan_in_batch_after_batch_ends_the_run(tmp_path, action, attempts):
+    world = World(lambda number, n: [0.0, 1.0])
+    world.nan_at = set(range(100))
+    with pytest.raises(NonFiniteStep):
+        train(world, tmp_path, f"guards.nonfinite={action}", "guards.patience=2")
+    assert world.attempts == attempts
+    assert world.written  # to be looked at
+
+
+def test_a_checkpoint_holds_the_moment_between_two_steps(tmp_path):
+    """Nothing of the step that follows is in it, although groups of that step are under way while it is written."""
+    world = World(lambda number, n: [0.0, 1.0])
+    train(world, tmp_path, "training.max_staleness=0", "checkpoint.interval=2")
+    first, last = world.committed
+    assert (first.step, first.next_group, first.samples["given"]) == (2, 4, 4)
+    assert (first.finished, first.in_flight, first.set_aside) == ([], [], [])
+    assert last.step == 4
+
+
+def test_a_moment_survives_the_checkpoint(tmp_path):
+    world = World(lambda number, n: [0.0, 1.0])
+    train(world, tmp_path, "training.max_staleness=1", "checkpoint.interval=2", "training.sync_interval=2")
+    checkpoints = Checkpoints(tmp_path / "checkpoints", keep_latest_k=1)
+    for moment in world.committed:
+        moment.set_aside = [("failed", Group(id=99, sample_id="p", episodes=[]))]
+        moment.in_flight = [(98, Sample(id="q", prompt="q", prompt_ids=[1], target="t", question="q", epoch=3))]
+        checkpoints.begin(moment.step)
+        assert read_moment(load_state(checkpoints.commit(moment.step, state=moment))) == moment

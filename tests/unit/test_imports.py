@@ -47,6 +47,7 @@ LAYERS = {
     "forge.app": 3,
     "forge.cli": 3,
     "forge.parts": 3,
+    "forge.saver": 3,
     "apps": 3,
 }
 # Only these may import the infrastructure, in as few files as it takes.

@@ -15,6 +15,7 @@ class Problem:
     prompt: str = "2+2="
     prompt_ids: list[int] = field(default_factory=lambda: [10, 11])
     target: str = "4"
+    epoch: int = 2
 
 
 def completion(text: str, *, version: int = 3, reason: str = "stop", length: int = 2) -> Completion:

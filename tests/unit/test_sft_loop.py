@@ -13,6 +13,7 @@ from apps.sft.parts import Parts, Prompt
 from forge.app import Run, Stopped
 from forge.config import SFTConfig, load_config
 from forge.data.documents import Document
+from forge.saver import Saver
 from forge.types import Completion
 
 
@@ -64,6 +65,9 @@ class World:
         tokens = float(targets[0]["padding_mask"].sum())
         return {"tokens": tokens, "nats": tokens * next(self.losses), "right": tokens / 2}
 
+    def update_weights(self, version, rollback):
+        self.versions.append(version)
+
     def answer(self, prompt_ids, **_):
         return [Completion(text="yes", token_ids=[1], logprobs=[0.0], metadata={"finish_reason": "stop"})]
 
@@ -83,11 +87,25 @@ class World:
                 collect_weights=lambda: 0.0,
                 push_weights=lambda version: 0.0,
                 save=lambda folder: (Path(folder) / "weights").write_text("w") and None,
+                save_finished=lambda: None,
+                checkpoint_bytes=lambda: 1,
                 load=self.loaded.append,
             ),
-            generator=actor(generate=self.answer, update_weights=self.versions.append) if prompts else None,
+            generator=actor(generate=self.answer, update_weights=self.update_weights) if prompts else None,
             data_parallel_ranks=1,
         )
+
+
+@pytest.fixture(autouse=True)
+def saved_at_once(monkeypatch):
+    """A checkpoint is there before the next step, so that a test can end the run at a known moment."""
+    begin = Saver.save
+
+    async def save(self, *args, **kwargs):
+        await begin(self, *args, **kwargs)
+        await self.finished()
+
+    monkeypatch.setattr(Saver, "save", save)
 
 
 @pytest.fixture
@@ -113,6 +131,8 @@ def go(run: Run, world: World, **parts) -> SFT:
 
     try:
         return asyncio.run(whole())
+    except BaseExceptionGroup as group:
+        raise group.exceptions[0] from None
     finally:
         run.close()
 

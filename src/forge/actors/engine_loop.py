@@ -76,12 +76,19 @@ class Engine(Protocol):
     def counts(self) -> tuple[int, int]:
         """Requests running and waiting."""
 
+    def start_afresh(self, key: int) -> None:
+        """From here on the outcome depends on `key` and the requests to come alone. Nothing is in flight."""
+
     def close(self) -> None:
         """Frees everything. Called once, also after a step that raised."""
 
 
 class EngineStopped(RuntimeError):
     """The engine failed or was shut down; `__cause__` is what made it fail."""
+
+
+class Abandoned(RuntimeError):
+    """The request was given up by `EngineLoop.hold`."""
 
 
 class EngineLoop:
@@ -103,6 +110,7 @@ class EngineLoop:
         self._wake = threading.Condition()
         self._inbox: deque[Callable[[Engine], None]] = deque()
         self._stopping = False
+        self._held = False
         self._failure: BaseException | None = None
         self._pending: dict[str, _Promise[Finished]] = {}
         self._promises: set[_Promise[Any]] = set()
@@ -150,6 +158,27 @@ class EngineLoop:
             for promise in promises:
                 promise.future.cancel()
             raise
+
+    async def hold(self, key: int) -> None:
+        """Gives up what is in flight (its callers get `Abandoned`), makes a fresh start from `key`, and steps no more
+        until `release`, so that the requests which come meanwhile begin together."""
+
+        def abandon(engine: Engine) -> None:
+            for request_id, promise in list(self._pending.items()):
+                self._abort(engine, [request_id])
+                promise.fail(Abandoned("the request was given up, because the run makes a fresh start."))
+            engine.start_afresh(key)
+            self._held = True
+
+        await self._post(abandon)
+
+    async def release(self) -> None:
+        """Goes on after `hold`."""
+
+        def resume(engine: Engine) -> None:
+            self._held = False
+
+        await self._post(resume)
 
     async def call(self, function: Callable[[Any], T], *, fatal: bool = False) -> T:
         """Runs `function(engine)` between two steps and returns its result.
@@ -218,7 +247,7 @@ class EngineLoop:
             while (jobs := self._next_jobs(engine)) is not None:
                 for job in jobs:
                     job(engine)
-                if engine.busy:
+                if engine.busy and not self._held:
                     self._step(engine)
         except BaseException as error:
             if not isinstance(error, ValueError):  # a bad setting is the caller's to report
@@ -229,7 +258,7 @@ class EngineLoop:
 
     def _next_jobs(self, engine: Engine) -> list[Callable[[Engine], None]] | None:
         with self._wake:
-            while not (self._inbox or self._stopping or engine.busy):
+            while not (self._inbox or self._stopping or (engine.busy and not self._held)):
                 self._idle_since = time.perf_counter()
                 self._wake.wait()
                 self._idle_s += time.perf_counter() - self._idle_since

@@ -45,8 +45,8 @@ class Generator(ForgeActor):
         tensor_parallel: processes that share the model; more than one are started by vLLM, next to this one.
         max_model_len: tokens of prompt and response together.
         max_num_seqs: sequences that are generated side by side; more wait for a place.
-        seed: the same seed, versions and requests give the same samples, up to how requests met in batches. Replicas
-            of a service are told apart by their names, so that they do not all say the same.
+        seed: the same seed, versions and requests give the same samples, up to how requests met in batches (see
+            `hold`). Replicas of a service are told apart by their names, so that they do not all say the same.
         gpu_memory_utilization: the part of a GPU's memory that vLLM may take.
         reserved_bytes: of the same GPU, what a trainer on it holds while this generator is awake; 0 for a GPU of its
             own. More than 0 prepares for `sleep` to free the memory.
@@ -215,6 +215,19 @@ class Generator(ForgeActor):
             self._awake.clear()
             await self._idle.wait()
             await self._loop.call(lambda engine: engine.sleep(), fatal=True)
+
+    async def hold(self, key: int) -> None:
+        """Gives up what is in flight, forgets cached prefixes, seeds sampling from `key`, and lets the requests that
+        follow wait until `release`: so they begin together, and batches do not depend on when each arrived.
+
+        That makes sampling exactly repeatable on a CPU, where the last bits of a log-probability depend on which
+        sequences were computed side by side.
+        """
+        await self._loop.hold(key)
+
+    async def release(self) -> None:
+        """Begins with the requests that wait since `hold`, in the order in which they came."""
+        await self._loop.release()
 
     async def stats(self) -> dict[str, float]:
         """Totals since the start, and how things stand.

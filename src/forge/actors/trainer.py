@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import random
 import time
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 from forge.actors.host_memory import keep_freed_memory
 from forge.actors.ranks import data_parallel_ranks, start_process_group
 from forge.actors.scoring import Scorer
-from forge.actors.trainer_state import read_state, write_state
+from forge.actors.trainer_state import BackgroundWriter, load_random_state, read_state, save_random_state
 from forge.config import CorrectionConfig, GRPOTrainingConfig, LoRAConfig, ParallelismConfig, TrainingConfig
 from forge.losses import AVAILABLE, ImportanceCorrection, build_loss
 from forge.models.build import load_model
@@ -79,6 +80,8 @@ class Trainer(ForgeActor):
         self._training = training
         self._lora = lora
         self._base_model = model
+        torch.manual_seed(training.seed)  # for a loss that draws random numbers
+        random.seed(training.seed)
         self._device = start_process_group(device, training.dtype)
         if device == "cpu":
             keep_freed_memory()
@@ -111,6 +114,7 @@ class Trainer(ForgeActor):
         self._shares_device = shares_device
         self._outgoing: dict[str, Tensor] = {}
         self._changed: set[str] = set()  # of these, what is not yet published
+        self._writer = BackgroundWriter()
         self._metrics: dict[str, float] = {}
         self.step = 0
 
@@ -251,20 +255,48 @@ class Trainer(ForgeActor):
             self._changed.clear()
         return time.perf_counter() - started
 
-    def save(self, folder: str) -> None:
-        """Writes weights and optimizer (`folder`/trainer, safetensors) and a Hugging Face folder (`folder`/hf).
+    def save(self, folder: str) -> float:
+        """Begins a checkpoint: weights and optimizer (`folder`/trainer, safetensors) and a Hugging Face folder
+        (`folder`/hf). Returns, with the seconds it took, when everything is copied to main memory and the next step may
+        run; `save_finished` returns when it is written. One at a time.
 
         With LoRA the adapters and their optimizer, a folder for peft (`folder`/adapter), and the merged model in
         `folder`/hf unless `lora.merge` is off.
         """
+        started = time.perf_counter()
         path = Path(folder)
-        write_state(self._named_state(), path / "trainer")
+        (path / "trainer").mkdir(parents=True, exist_ok=True)
+        dtype = self._model.dtype
+        hf = {}
+        for name, tensor in self._model.hf_tensors(dtype) if self._saves_hf else ():  # collective: every rank iterates
+            if self._rank == 0:
+                hf[name] = tensor.cpu()
+
+        def write_hf() -> None:
+            self._model.write_hf(path / "hf", hf.items(), dtype=dtype)
+
+        save_random_state(path / "trainer" / f"random-{self._rank}.json")
         if self._rank == 0:
             (path / "trainer" / "trainer.json").write_text(json.dumps({"step": self.step}))
-        if self._lora is not None:
+        if self._lora is not None:  # small enough to be written at once
             self._model.save_adapter(path / "adapter", base=self._base_model)
-        if self._lora is None or self._lora.merge:
-            self._model.save_hf(path / "hf")
+        self._writer.start(self._named_state(), path / "trainer", also=write_hf if hf else None)
+        return time.perf_counter() - started
+
+    async def save_finished(self) -> None:
+        """Waits until what `save` began is written; raises what went wrong with it."""
+        await self._writer.finished()
+
+    def checkpoint_bytes(self) -> int:
+        """About how many bytes `save` writes, all ranks together: weights and two moments of what is trained in
+        float32, and the Hugging Face folder."""
+        whole = self._model.architecture.num_parameters
+        trained = whole if self._lora is None else sum(p.numel() for p in self._parameters)
+        return 3 * 4 * trained + self._model.dtype.itemsize * (whole if self._saves_hf else 0)
+
+    @property
+    def _saves_hf(self) -> bool:
+        return self._lora is None or self._lora.merge
 
     def load(self, folder: str) -> int:
         """Continues from what `save` wrote, under any parallel layout; returns the step."""
@@ -277,6 +309,7 @@ class Trainer(ForgeActor):
                 "exp_avg_sq": torch.zeros_like(parameter),
             }
         read_state(self._named_state(), path)
+        load_random_state(path / f"random-{self._rank}.json")
         return self.step
 
     async def shutdown(self) -> None:

@@ -11,6 +11,7 @@ import shutil
 import tempfile
 import threading
 import warnings
+import zlib
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -131,6 +132,12 @@ class VllmEngine:
         running, waiting = self._scheduler.get_request_counts()
         return int(running), int(waiting)
 
+    def start_afresh(self, key: int) -> None:
+        """Nothing of the past has an influence any more: no cached prefix, no state of the random numbers. What is
+        sampled next is a function of weights, seed, `key` and the requests, down to the last bit on a CPU."""
+        self._forget_prefixes()
+        self._reseed(key)
+
     def load_weights(self, version: int, weights: dict[str, Tensor] | str) -> None:
         """Puts other weights in place of the present ones; what is in flight keeps its tokens and goes on with them.
 
@@ -235,10 +242,11 @@ class VllmEngine:
     def _cache_salt(self) -> str:
         return f"weights-{self._salt}"
 
-    def _reseed(self) -> None:
+    def _reseed(self, key: int = 0) -> None:
         """Sampling depends on the seed, the weights' version and the requests since, not on what came before: so a run
         that was resumed samples as one that was not."""
-        self._llm.collective_rpc("forge_seed", args=((self._settings.seed * 1_000_003 + self.version) % 2**31,))
+        mixed = zlib.crc32(f"{self._settings.seed}/{self.version}/{key}".encode())
+        self._llm.collective_rpc("forge_seed", args=(mixed,))
 
 
 @dataclass(kw_only=True, slots=True)

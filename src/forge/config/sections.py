@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from forge.config.fields import Count, NonNegativeFloat, PositiveFloat, PositiveInt, Range
 
@@ -176,6 +176,33 @@ class RestartsConfig:
 
 
 @dataclass(kw_only=True, slots=True)
+class GuardConfig:
+    SHORTHAND: ClassVar[str] = "action"
+    action: Literal["ignore", "warn", "stop"] = "warn"
+    """What to do when the bound is passed on guards.patience steps in a row."""
+    bound: NonNegativeFloat | None = None
+    """The bound; null is the guard's own, which stands with its meaning at its name."""
+
+
+@dataclass(kw_only=True, slots=True)
+class GuardsConfig:
+    patience: PositiveInt = 3
+    """Steps in a row that make a trend."""
+    nonfinite: Literal["stop", "skip"] = "stop"
+    """NaN or infinity in a step, which is never applied: end the run, or try other groups, patience times in a row."""
+    entropy: GuardConfig = field(default_factory=GuardConfig)
+    """Collapse: entropy below this share (0.1) of what the run began with while the mean reward is below 0.9."""
+    kl: GuardConfig = field(default_factory=GuardConfig)
+    """Runaway: KL to the reference above this (0.5 nats a token); runs that learn well stay below 0.1."""
+    mismatch: GuardConfig = field(default_factory=GuardConfig)
+    """Trainer and generator differ by more than this (0.1 nats) on on-policy tokens; bfloat16 alone gives 0.04."""
+    constant_reward: GuardConfig = field(default_factory=GuardConfig)
+    """More than this share (0.9) of the groups had one reward in all episodes."""
+    truncated: GuardConfig = field(default_factory=GuardConfig)
+    """More than this share (0.99) of the completions was cut off at grpo.max_new_tokens."""
+
+
+@dataclass(kw_only=True, slots=True)
 class MetricsConfig:
     wandb: bool | Literal["online", "offline"] = False
     """Weights & Biases; true is online, unless WANDB_MODE says otherwise."""
@@ -201,6 +228,7 @@ class RunConfig:
     eval: EvalConfig = field(default_factory=EvalConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     restarts: RestartsConfig = field(default_factory=RestartsConfig)
+    guards: GuardsConfig = field(default_factory=GuardsConfig)
     metrics: MetricsConfig = field(default_factory=MetricsConfig)
     launcher: Literal["local", "hosts", "slurm"] = "local"
     """Where processes start: on this machine, on the machines in `hosts`, or on those of the SLURM job."""

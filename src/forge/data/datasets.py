@@ -39,6 +39,8 @@ class Sample:
     target: str
     question: str
     """The user's words alone, without system prompt, examples and template."""
+    epoch: int = 0
+    """In which pass over the data set it came, counted from 0."""
 
 
 S = TypeVar("S")

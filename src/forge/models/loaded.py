@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -198,12 +198,17 @@ class LoadedModel:
             dtype: of the weights; None is what the model computes in, so that a reader's logits are the same.
         """
         dtype = dtype or self.dtype
-        target = Path(folder)
         tensors = self.hf_tensors(dtype)
         if dist.is_initialized() and dist.get_rank() != 0:
             for _ in tensors:
                 pass
             return
+        self.write_hf(folder, tensors, dtype=dtype)
+
+    def write_hf(self, folder: str | Path, tensors: Iterable[tuple[str, Tensor]], *, dtype: torch.dtype) -> None:
+        """The part of `save_hf` that writes: `tensors` as `hf_tensors(dtype)` gave them on rank 0, now or earlier. It
+        does not touch the module, so another thread may run it during a training step."""
+        target = Path(folder)
         target.mkdir(parents=True, exist_ok=True)
         sizes = {name: torch.Size(w.shape).numel() * dtype.itemsize for name, w in self._weights.items()}
         write_weights(target, tensors, sizes=sizes)

@@ -48,7 +48,9 @@ CATALOGUE: dict[str, MetricInfo] = {
     "mismatch/logprob_diff": MetricInfo(
         "mean |trainer - generator| log-probability of trained tokens; at staleness 0 it is the engines' alone", "nats"
     ),
-    "groups/<outcome>": MetricInfo("groups by outcome: trained, zero_variance, too_old, failed", "groups", "sum"),
+    "groups/<outcome>": MetricInfo(
+        "groups by outcome: trained, zero_variance, too_old, failed, nonfinite", "groups", "sum"
+    ),
     "episodes/<outcome>": MetricInfo("episodes by outcome: failed, aborted", "episodes", "sum"),
     "tokens/<outcome>": MetricInfo(
         "tokens by outcome: trained, dropped (by the importance correction)", "tokens", "sum"

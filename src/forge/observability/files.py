@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from forge.config.errors import ConfigError
 from forge.config.rules import output_problems
@@ -61,19 +62,40 @@ class JsonLines:
 
     def __init__(self, path: Path, *, resume_step: int | None) -> None:
         make_folder(path.parent)
-        if resume_step is None:
-            path.unlink(missing_ok=True)
-        elif path.exists():
-            keep_until(path, resume_step)
-        self._file = path.open("a", encoding="utf-8")
+        self._path = path
+        self._file = _open(path, resume_step)
+
+    def rewind(self, resume_step: int | None) -> None:
+        """Drops the lines of later steps, as opening the file does: the run goes on from that step."""
+        self._file.close()
+        self._file = _open(self._path, resume_step)
 
     def write(self, record: Mapping[str, Any]) -> None:
         """Adds one line; `record` holds a `step`, by which a resumed run knows what to keep."""
-        self._file.write(strict_json(record) + "\n")
-        self._file.flush()
+        line = strict_json(record) + "\n"
+        try:
+            self._file.write(line)
+            self._file.flush()
+        except OSError as error:  # which does not say where
+            with contextlib.suppress(OSError):  # it would try to write the rest once more
+                self._file.close()
+            reason = f"{error.strerror}, {len(line.encode())} bytes were to be added"
+            raise OSError(error.errno, reason, str(self._path)) from error
+
+    def flush_to_disk(self) -> None:
+        """Returns when what was written would survive the machine."""
+        os.fsync(self._file.fileno())
 
     def close(self) -> None:
         self._file.close()
+
+
+def _open(path: Path, resume_step: int | None) -> TextIO:
+    if resume_step is None:
+        path.unlink(missing_ok=True)
+    elif path.exists():
+        keep_until(path, resume_step)
+    return path.open("a", encoding="utf-8")
 
 
 def keep_until(path: Path, step: int) -> None:

@@ -9,10 +9,13 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from forge.config.errors import ConfigError
 from forge.observability.files import JsonLines, make_folder
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
 
 Values = Mapping[str, float]
 T = TypeVar("T")
@@ -23,6 +26,12 @@ class Sink(Protocol):
     """Takes the metrics of each step."""
 
     def write(self, step: int, values: Values) -> None: ...
+
+    def rewind(self, resume_step: int | None) -> None:
+        """The run goes on from that step; None: from the start."""
+
+    def flush_to_disk(self) -> None:
+        """What was written survives the machine."""
 
     def close(self) -> None: ...
 
@@ -36,6 +45,12 @@ class JsonlSink:
     def write(self, step: int, values: Values) -> None:
         self._lines.write({"step": step, **{name: value for name, value in values.items() if name != "step"}})
 
+    def rewind(self, resume_step: int | None) -> None:
+        self._lines.rewind(resume_step)
+
+    def flush_to_disk(self) -> None:
+        self._lines.flush_to_disk()
+
     def close(self) -> None:
         self._lines.close()
 
@@ -44,18 +59,29 @@ class TensorBoardSink:
     """Event files in `folder`, one curve for each name."""
 
     def __init__(self, folder: Path, *, resume_step: int | None = None) -> None:
+        make_folder(folder)
+        self._folder = folder
+        self._writer = self._open(resume_step)
+
+    def _open(self, resume_step: int | None) -> SummaryWriter:
         from torch.utils.tensorboard import SummaryWriter
 
-        make_folder(folder)
         # Readers drop what earlier files hold from this step on: a new run starts at 0.
         purge = 0 if resume_step is None else resume_step + 1
-        self._writer = SummaryWriter(str(folder), purge_step=purge)
+        return SummaryWriter(str(self._folder), purge_step=purge)
 
     def write(self, step: int, values: Values) -> None:
         for name, value in values.items():
             if name != "step" and not math.isnan(value):
                 self._writer.add_scalar(name, value, step)
         self._writer.flush()
+
+    def rewind(self, resume_step: int | None) -> None:
+        self._writer.close()
+        self._writer = self._open(resume_step)
+
+    def flush_to_disk(self) -> None:
+        """Curves only: metrics.jsonl is the record."""
 
     def close(self) -> None:
         self._writer.close()
@@ -102,6 +128,12 @@ class WandbSink:
     def write(self, step: int, values: Values) -> None:
         self._run.log({**values, "step": step})
 
+    def rewind(self, resume_step: int | None) -> None:
+        """Nothing: with `step` as the axis, a step that is written again takes the place of the first."""
+
+    def flush_to_disk(self) -> None:
+        """Curves only: metrics.jsonl is the record."""
+
     def close(self) -> None:
         self._run.finish()
         self._teardown()  # its service process would otherwise live as long as this one
@@ -146,6 +178,16 @@ class Sinks:
         """Hands one step's metrics to every sink."""
         for name, sink in list(self._sinks.items()):
             self._guard(name, partial(sink.write, step, values))
+
+    def rewind(self, resume_step: int | None) -> None:
+        """The run goes on from that step; what came after it is dropped."""
+        for name, sink in list(self._sinks.items()):
+            self._guard(name, partial(sink.rewind, resume_step))
+
+    def flush_to_disk(self) -> None:
+        """Before a checkpoint gets its name, so that what it continues is on disk too."""
+        for name, sink in list(self._sinks.items()):
+            self._guard(name, sink.flush_to_disk)
 
     def close(self) -> None:
         for name, sink in list(self._sinks.items()):

@@ -29,6 +29,7 @@ def main() -> None:
     # Ctrl-C and `kill -TERM -<group>` go to the controller, which decides what to finish first.
     os.setpgid(0, 0)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # SLURM sends it to every process of a job that asked for it
     faulthandler.enable()
     logging.basicConfig(
         level=os.environ.get(LOG_LEVEL, "WARNING").upper(),

@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from forge.actors.engine_loop import EngineLoop, EngineStopped, Finished, Request
+from forge.actors.engine_loop import Abandoned, EngineLoop, EngineStopped, Finished, Request
 
 
 class CountingEngine:
@@ -24,6 +24,7 @@ class CountingEngine:
         self.closed = 0
         self.fail_at: int | None = None
         self.gate: threading.Event | None = None
+        self.keys: list[int] = []
 
     @property
     def busy(self) -> bool:
@@ -52,6 +53,9 @@ class CountingEngine:
             tokens.append(self.steps)
         done = [request for request, tokens in self.running.values() if len(tokens) == request.max_new_tokens]
         return [_finished(request.id, self.running.pop(request.id)[1]) for request in done]
+
+    def start_afresh(self, key: int) -> None:
+        self.keys.append(key)
 
     def counts(self) -> tuple[int, int]:
         return len(self.running), 0
@@ -271,5 +275,49 @@ def test_time_without_requests_is_idle_time_and_time_in_steps_is_not() -> None:
             await generating
             assert loop.stats()["busy_s"] >= 0.1
             assert loop.stats()["idle_s"] - since < 0.1
+
+    run(test)
+
+
+def test_requests_that_come_while_it_is_held_begin_together_in_their_order() -> None:
+    async def test() -> None:
+        async with running_loop() as (loop, engine):
+            await loop.hold(7)
+            calls = [asyncio.create_task(loop.generate([request(name, 2)])) for name in ("a", "b", "c")]
+            await asyncio.sleep(0.05)
+            assert engine.steps == 0
+            assert list(engine.running) == ["a", "b", "c"]
+            await loop.release()
+            results = await asyncio.gather(*calls)
+            assert [r.token_ids for (r,) in results] == [[1, 2]] * 3  # the same two steps did all three
+            assert engine.keys == [7]
+
+    run(test)
+
+
+def test_holding_gives_up_what_is_in_flight() -> None:
+    async def test() -> None:
+        async with running_loop() as (loop, engine):
+            old = asyncio.create_task(loop.generate([request("old", 10**9)]))
+            await until(lambda: engine.steps > 0)
+            await loop.hold(1)
+            with pytest.raises(Abandoned):
+                await old
+            assert engine.running == {}
+            await loop.release()
+            assert len(await loop.generate([request("new")])) == 1
+
+    run(test)
+
+
+def test_a_held_engine_can_be_stopped() -> None:
+    async def test() -> None:
+        async with running_loop() as (loop, _):
+            await loop.hold(1)
+            waiting = asyncio.create_task(loop.generate([request("a")]))
+            await asyncio.sleep(0.02)
+            await loop.stop()
+            with pytest.raises(EngineStopped):
+                await waiting
 
     run(test)

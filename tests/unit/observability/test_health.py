@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from forge.observability.health import HealthMonitor
+import pytest
+
+from forge.config import GuardConfig, GuardsConfig
+from forge.observability.health import GuardStop, HealthMonitor
 
 
 def warnings_after(*steps: Mapping[str, float]) -> list[list[str]]:
@@ -63,3 +66,50 @@ def test_groups_without_variance_are_warned_about_when_they_are_nearly_all() -> 
 
 def test_fine_tuning_may_become_as_sure_as_it_likes() -> None:
     assert warnings_after({"entropy": 1.0}, *[{"entropy": 0.001}] * 5) == [[]] * 6
+
+
+def test_completions_that_are_all_cut_off_are_warned_about() -> None:
+    *_, last = warnings_after(*[{"completion/truncated_frac": 1.0}] * 3)
+    assert "guards.truncated: 100% of the completions" in last[0]
+    assert "grpo.max_new_tokens" in last[0]
+    assert warnings_after(*[{"completion/truncated_frac": 0.9}] * 3)[-1] == []
+
+
+BAD = {
+    "entropy": {"entropy": 0.001, "reward/mean": 0.2},
+    "kl": {"kl/ref": 9.0},
+    "mismatch": {"mismatch/logprob_diff": 9.0},
+    "constant_reward": {"groups/zero_variance": 8.0},
+    "truncated": {"completion/truncated_frac": 1.0},
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_each_guard_warns_stops_or_is_ignored_as_configured(name: str) -> None:
+    def outcome(action: str) -> list[str]:
+        guards = GuardsConfig(patience=2)
+        setattr(guards, name, GuardConfig(action=action))
+        monitor = HealthMonitor(guards)
+        return monitor.check(BAD[name]) + monitor.check(BAD[name])
+
+    (warning,) = outcome("warn")
+    assert warning.startswith(f"guards.{name}: ")
+    assert outcome("ignore") == []
+    with pytest.raises(GuardStop, match=f"guards.{name} is set to stop: "):
+        outcome("stop")
+
+
+def test_a_bound_of_ones_own_is_the_one_that_counts() -> None:
+    monitor = HealthMonitor(GuardsConfig(patience=1, kl=GuardConfig(bound=2.0)))
+    assert monitor.check({"kl/ref": 1.9}) == []
+    assert "above 2 nats" in monitor.check({"kl/ref": 2.1})[0]
+
+
+def test_a_resumed_run_judges_as_the_one_before_would_have() -> None:
+    first = HealthMonitor()
+    first.check({"entropy": 1.0})
+    for _ in range(2):
+        first.check({"entropy": 0.05, "reward/mean": 0.2})
+    resumed = HealthMonitor()
+    resumed.load_state_dict(first.state_dict())
+    assert len(resumed.check({"entropy": 0.05, "reward/mean": 0.2})) == 1

@@ -40,8 +40,10 @@ def test_an_episode_is_written_with_all_that_its_reward_came_from(run_folder: Pa
         {
             "step": 5,
             "kind": "train",
+            "outcome": "trained",
             "group": 17,
             "sample": "sum-17",
+            "epoch": 0,
             "prompt": "2 + 2?",
             "response": "<answer>4</answer>",
             "target": "4",

@@ -1,0 +1,97 @@
+"""What a stopped run still waits for. The clock is the real one, with limits of fractions of a second."""
+
+import asyncio
+import signal
+import types
+
+import pytest
+
+import forge.app
+from forge.app import Dropped, Run, Stopped
+
+
+@pytest.fixture
+def run(monkeypatch):
+    monkeypatch.setattr(forge.app, "STEP_SECONDS", 0.2)
+    monkeypatch.setattr(forge.app, "SAVE_SECONDS", 0.3)
+    monkeypatch.setattr(forge.app, "STOP_SECONDS", 1e6)  # it would end the tests
+    made = Run.__new__(Run)
+    made._signal, made._signalled_at = None, 0.0
+    made.said = []
+    made.console = types.SimpleNamespace(note=made.said.append, warn=made.said.append)
+    return made
+
+
+def within(seconds, coroutine):
+    return asyncio.run(asyncio.wait_for(coroutine, seconds))
+
+
+def stop_soon(run, number=signal.SIGTERM):
+    asyncio.get_running_loop().call_later(0.02, run._on_signal, number)
+
+
+def test_a_step_that_ends_in_time_counts(run):
+    async def scenario():
+        stop_soon(run)
+        assert await run.finish_or_drop(asyncio.sleep(0.1, "done")) == "done"
+        with pytest.raises(Stopped) as stopped:
+            run.raise_if_stopped()
+        assert stopped.value.exit_status == 143
+
+    within(5, scenario())
+
+
+def test_a_step_that_does_not_is_dropped(run):
+    async def scenario():
+        stop_soon(run)
+        with pytest.raises(Dropped):
+            await run.finish_or_drop(asyncio.sleep(60))
+
+    within(2, scenario())
+
+
+def test_a_wait_is_broken_off_at_once(run):
+    async def scenario():
+        stop_soon(run, signal.SIGINT)
+        with pytest.raises(Stopped) as stopped:
+            await run.unless_stopped(asyncio.sleep(60))
+        assert stopped.value.exit_status == 130
+
+    within(2, scenario())
+
+
+def test_a_checkpoint_that_takes_too_long_is_given_up(run):
+    async def scenario():
+        run._on_signal(signal.SIGUSR1)
+        await run.last_checkpoint(asyncio.sleep(60))
+        assert "no time to write a checkpoint" in run.said[-1]
+
+    within(2, scenario())
+
+
+def leave(status):
+    raise SystemExit(status)
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGUSR1, 143)])
+def test_a_second_signal_ends_it_at_once(run, monkeypatch, number, status):
+    async def scenario():
+        monkeypatch.setattr("forge.app.os._exit", leave)
+        run._on_signal(signal.SIGTERM)
+        with pytest.raises(SystemExit) as left:
+            run._on_signal(number)
+        assert left.value.code == status
+
+    within(2, scenario())
+
+
+def test_what_holds_the_run_up_is_ended_by_force(run, monkeypatch):
+    async def scenario():
+        ended = []
+        monkeypatch.setattr(forge.app, "STOP_SECONDS", 0.05)
+        monkeypatch.setattr("forge.app.os._exit", ended.append)
+        run._on_signal(signal.SIGTERM)
+        await asyncio.sleep(0.2)
+        assert ended == [143]
+
+    within(2, scenario())
