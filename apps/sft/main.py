@@ -130,9 +130,7 @@ class SFT:
     async def one_step(self) -> None:
         """Takes the next batch, trains on it, and measures both."""
         metrics, trainer = self.run.metrics, self.parts.trainer
-        with metrics.timer("time/wait_data"):
-            delivery = await self.run.unless_stopped(self.batches.take())
-        await self.run.finish_or_drop(trainer.train_step.call(*delivery.batch))
+        delivery = await self.train_on_next()
         self.moment.step += 1
         self.moment.documents = delivery.position
         measured = await trainer.metrics.call()
@@ -147,6 +145,23 @@ class SFT:
                 **self.parts.health(),
             }
         )
+
+    async def train_on_next(self) -> Delivery:
+        """One optimizer step; a batch that makes the loss NaN is left out where `guards.nonfinite` says so."""
+        from forge.actors.trainer import NonFiniteStep
+
+        guards = self.config.guards
+        for attempt in range(guards.patience):
+            with self.run.metrics.timer("time/wait_data"):
+                delivery = await self.run.unless_stopped(self.batches.take())
+            try:
+                await self.run.finish_or_drop(self.parts.trainer.train_step.call(*delivery.batch))
+                return delivery
+            except NonFiniteStep as error:
+                if guards.nonfinite == "stop" or attempt == guards.patience - 1:
+                    raise
+                self.run.console.warn(f"guards.nonfinite: {error} The next samples are taken instead.")
+        raise AssertionError("the loop returns or raises")
 
     async def evaluate_if_due(self) -> None:
         """Held-out loss and answers to the prompts: before training, every `eval.interval` steps, at the end."""

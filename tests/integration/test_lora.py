@@ -53,6 +53,11 @@ def trainer(model: Path | str, lora: LoRAConfig | None = LORA, **changes) -> Tra
     return Trainer(model=str(model), training=settings(**changes), lora=lora, loss=SFTLoss())
 
 
+def save(one: Trainer, folder: Path) -> None:
+    one.save(str(folder))
+    asyncio.run(one.save_finished())
+
+
 def tensors(folder: Path) -> dict[str, torch.Tensor]:
     return {k: v for file in folder.glob("*.safetensors") for k, v in load_file(file).items()}
 
@@ -66,7 +71,7 @@ def kind(request, tmp_path_factory) -> tuple[LoRAConfig, Path, Path, Trainer]:
     for seed in range(3):
         trained.train_step(*batch(documents(seed=seed)))
     folder = tmp_path_factory.mktemp("checkpoint")
-    trained.save(str(folder))
+    save(trained, folder)
     return KINDS[family], model, folder, trained
 
 
@@ -125,7 +130,7 @@ def test_gradients_of_the_adapters_are_those_of_peft(kind, tmp_path):
     for parameter in ours._parameters:  # so that the first moment is this step's gradient alone
         ours._optimizer.state[parameter]["exp_avg"].zero_()
     assert ours.train_step(*batch(docs)) == pytest.approx(loss, rel=1e-4)
-    ours.save(str(tmp_path))
+    save(ours, tmp_path)
     moments = tensors(tmp_path / "trainer")
     for name, parameter in reference.named_parameters():
         if parameter.grad is not None:
@@ -143,7 +148,7 @@ def model(tmp_path_factory) -> Path:
 def test_two_processes_take_the_same_steps_as_one(model, layout, tmp_path):
     alone = trainer(model)
     expected = [alone.train_step(*batch(documents(seed=s))) for s in range(2)]
-    alone.save(str(tmp_path / "one"))
+    save(alone, tmp_path / "one")
     ranks = 2 if layout == "fsdp2" else 1
 
     async def steps() -> list[float]:
@@ -153,12 +158,13 @@ def test_two_processes_take_the_same_steps_as_one(model, layout, tmp_path):
         async with actor:
             losses = [await actor.train_step.call(*batch(documents(seed=s), ranks=ranks)) for s in range(2)]
             await actor.save.call(str(tmp_path / "two"))
+            await actor.save_finished.call()
         return losses
 
     assert asyncio.run(steps()) == pytest.approx(expected, rel=1e-4)
     resumed = trainer(model)
     assert resumed.load(str(tmp_path / "two")) == 2  # shards of two ranks, read by one
-    resumed.save(str(tmp_path / "resumed"))
+    save(resumed, tmp_path / "resumed")
     one, two = tensors(tmp_path / "one" / "trainer"), tensors(tmp_path / "resumed" / "trainer")
     assert one.keys() == two.keys()
     for name in one:
@@ -173,7 +179,7 @@ def test_a_resumed_trainer_goes_on_bit_for_bit(model, dropout, tmp_path):
     losses = []
     for seed in range(4):
         if seed == 2:
-            first.save(str(tmp_path))
+            save(first, tmp_path)
             torch.manual_seed(0)  # whatever the process drew before must not matter
         losses.append(first.train_step(*batch(documents(seed=seed))))
     assert not (tmp_path / "hf").exists()

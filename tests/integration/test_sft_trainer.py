@@ -50,6 +50,11 @@ def trainer(model: str, **changes) -> Trainer:
     return Trainer(model=model, training=settings(**changes), loss=SFTLoss())
 
 
+def save(one: Trainer, folder: Path) -> None:
+    one.save(str(folder))
+    asyncio.run(one.save_finished())
+
+
 def moments(folder: Path) -> dict[str, torch.Tensor]:
     return {k: v for f in (folder / "trainer").glob("*.safetensors") for k, v in load_file(f).items()}
 
@@ -88,7 +93,7 @@ def test_gradients_of_one_step_are_those_of_transformers_with_masked_labels(mode
     one = trainer(model, packing=packing, max_tokens_per_microbatch=SEQ_LEN)
     assert one.train_step(*make_document_batch(documents(), ranks=1, pad_id=0)) == pytest.approx(loss, rel=1e-4)
     assert one.metrics()["tokens/trained"] == sum(sum(d.trained) for d in documents())
-    one.save(str(tmp_path))
+    save(one, tmp_path)
     ours = moments(tmp_path)
     for name, gradient in gradients.items():
         mine = ours[f"exp_avg.{name}"].double() / (1 - BETA1)
@@ -111,6 +116,7 @@ def test_two_processes_take_the_step_of_transformers_packed_and_not_and_validate
             judged = await actor.evaluate.call(*batch)
             value = await actor.train_step.call(*batch)
             await actor.save.call(str(tmp_path / str(packing)))
+            await actor.save_finished.call()
         return value, judged
 
     async def both() -> list[tuple[float, dict[str, float]]]:
@@ -121,7 +127,7 @@ def test_two_processes_take_the_step_of_transformers_packed_and_not_and_validate
         assert judged["nats"] / judged["tokens"] == pytest.approx(loss, rel=1e-4)
         one = trainer(model)  # reads the shards of both ranks
         one.load(str(tmp_path / str(packing)))
-        one.save(str(tmp_path / f"{packing}-whole"))
+        save(one, tmp_path / f"{packing}-whole")
         ours = moments(tmp_path / f"{packing}-whole")
         for name, gradient in gradients.items():
             mine = ours[f"exp_avg.{name}"].double() / (1 - BETA1)

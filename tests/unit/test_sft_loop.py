@@ -10,6 +10,7 @@ import pytest
 
 from apps.sft.main import SFT
 from apps.sft.parts import Parts, Prompt
+from forge.actors.trainer import NonFiniteStep
 from forge.app import Run, Stopped
 from forge.config import SFTConfig, load_config
 from forge.data.documents import Document
@@ -68,6 +69,9 @@ class World:
     def update_weights(self, version, rollback):
         self.versions.append(version)
 
+    def train_step(self, inputs, targets):
+        self.trained.append(inputs[0]["tokens"][:, 0].tolist())
+
     def answer(self, prompt_ids, **_):
         return [Completion(text="yes", token_ids=[1], logprobs=[0.0], metadata={"finish_reason": "stop"})]
 
@@ -81,7 +85,7 @@ class World:
             heldout=[document(100 + i) for i in range(heldout)],
             prompts=[Prompt(text=text, rendered=f"<{text}>", ids=[7]) for text in prompts],
             trainer=actor(
-                train_step=lambda inputs, targets: self.trained.append(inputs[0]["tokens"][:, 0].tolist()),
+                train_step=self.train_step,
                 metrics=lambda: {"loss": 1.0, "ratio/mean": 1.0},
                 evaluate=self.evaluate,
                 collect_weights=lambda: 0.0,
@@ -256,3 +260,24 @@ def test_prompts_are_answered_with_the_weights_of_the_step_and_written_down(star
     assert len(rollouts) == 6
     assert rollouts[1]["prompt"] == "<b>"
     assert rollouts[1]["response"] == "yes"
+
+
+def test_a_batch_that_makes_the_loss_nan_is_left_out_if_the_guard_says_so(start):
+    class Nan(World):
+        def train_step(self, inputs, targets):
+            super().train_step(inputs, targets)
+            if len(self.trained) == 2:
+                raise NonFiniteStep("step 2: loss nan.")
+
+    world = Nan()
+    go(start("training.steps=3", "guards.nonfinite=skip", "eval.samples=0"), world, heldout=0)
+    assert world.trained == [[0, 1], [2, 3], [4, 5], [6, 7]]
+
+
+def test_a_batch_that_makes_the_loss_nan_ends_the_run_by_default(start):
+    class Nan(World):
+        def train_step(self, inputs, targets):
+            raise NonFiniteStep("step 1: loss nan.")
+
+    with pytest.raises(NonFiniteStep):
+        go(start("training.steps=3", "eval.samples=0"), Nan(), heldout=0)
