@@ -48,10 +48,10 @@ async def train(run: Run[GRPOConfig]) -> None:
 
 def check(config: GRPOConfig) -> list[str]:
     """Reads and checks everything that a run would read, and starts nothing."""
-    from apps.grpo.parts import describe, read_inputs
+    from apps.grpo.dry_run import describe
 
     with tempfile.TemporaryDirectory() as scratch:
-        return describe(config, read_inputs(config, Path(scratch)))
+        return describe(config, Path(scratch))
 
 
 class Grpo:
@@ -383,5 +383,10 @@ def _due(step: int, interval: int | None) -> bool:
     return interval is not None and step % interval == 0
 
 
+def main() -> int:
+    """The program; returns its exit status."""
+    return launch("grpo", GRPOConfig, train, check)
+
+
 if __name__ == "__main__":
-    sys.exit(launch("grpo", GRPOConfig, train, check))
+    sys.exit(main())

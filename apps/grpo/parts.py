@@ -25,8 +25,6 @@ from forge.parts import (
     Services,
     check_place,
     check_supported,
-    describe_model,
-    describe_services,
     device,
     ending,
     generator_arguments,
@@ -116,11 +114,22 @@ def read_inputs(config: GRPOConfig, scratch: Path) -> Inputs:
     Raises:
         UserError: with what to mend.
     """
+    check_place(config.launcher, services_of(config), turns_of(config))
+    check_settings(config)
+    folder, tokenizer = read_model(config, scratch, generator=config.services.generator)
+    samples, heldout = read_data(config, tokenizer)
+    return Inputs(model=folder, samples=samples, heldout=heldout)
+
+
+def check_settings(config: GRPOConfig) -> None:
+    """What can be checked without model and data: services, rewards, loss.
+
+    Raises:
+        UserError: with what to mend.
+    """
     check_supported(services_of(config))
     if config.services.ref_model is not None:
         refuse_unless("services.ref_model.procs", config.services.ref_model.procs, 1)
-    check_place(config.launcher, services_of(config), turns_of(config))
-    folder, tokenizer = read_model(config, scratch, generator=config.services.generator)
     build_rewards(config.rewards)
     try:
         loss = build_loss(loss_spec(config), defaults=loss_defaults(config))
@@ -128,14 +137,17 @@ def read_inputs(config: GRPOConfig, scratch: Path) -> Inputs:
             correction.check(loss)
     except ValueError as error:
         raise UserError(str(error)) from error
-    samples, heldout = build_datasets(
+
+
+def read_data(config: GRPOConfig, tokenizer: Any) -> tuple[SampleStream[Row, Sample], list[Sample]]:
+    """Problems to train on, and held-out ones."""
+    return build_datasets(
         config.dataset,
         config.eval,
         tokenizer,
         seed=config.training.seed,
         max_prompt_tokens=config.training.seq_len - (config.grpo.max_new_tokens or 1),
     )
-    return Inputs(model=folder, samples=samples, heldout=heldout)
 
 
 @asynccontextmanager
@@ -207,18 +219,6 @@ async def start_actors(run: Run[GRPOConfig], inputs: Inputs) -> Parts:
         data_parallel_ranks=await trainer.data_parallel_ranks.call(),
         colocated=colocated,
     )
-
-
-def describe(config: GRPOConfig, inputs: Inputs) -> list[str]:
-    """What a run would start, for `--dry_run`."""
-    model, memory = describe_model(config, inputs.model, config.services.trainer)
-    return [
-        model,
-        f"data       {config.dataset.path}: {len(inputs.heldout)} problems held out",
-        f"step       {config.groups_per_step} prompts × {config.grpo.n_samples} samples, {config.training.steps} steps",
-        memory,
-        *describe_services(services_of(config), turns_of(config)),
-    ]
 
 
 def services_of(config: GRPOConfig) -> Services:

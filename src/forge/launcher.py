@@ -12,6 +12,7 @@ import contextlib
 import ipaddress
 import logging
 import os
+import re
 import secrets
 import signal
 import socket
@@ -35,6 +36,8 @@ LISTENS = "forge worker listens at "
 """What a worker prints before its address, once a controller can attach."""
 SLURM_START_S = 120.0
 """How long the workers on the nodes of a SLURM job may take to start: Python from a network file system is slow."""
+SLURM_STOP_S = 10.0
+"""How long they may take to end."""
 
 
 def planned_machines(launcher: str, hosts: Sequence[str], *, like: Machine) -> list[Machine]:
@@ -119,55 +122,45 @@ async def _slurm_workers() -> AsyncIterator[list[str]]:
     nodes = int(os.environ["SLURM_JOB_NUM_NODES"])
     os.environ.setdefault("FORGE_SECRET", secrets.token_hex(16))  # srun hands the environment on
     command = ["srun", f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1", "--unbuffered", "--overlap"]
-    command += ["--kill-on-bad-exit=0", *os.environ.get("FORGE_SRUN_ARGS", "").split()]
+    command += [
+        f"--cpus-per-task={os.environ.get('SLURM_CPUS_ON_NODE', '1')}",
+        "--kill-on-bad-exit=0",
+        *os.environ.get("FORGE_SRUN_ARGS", "").split(),
+    ]
     command += [sys.executable, "-m", "forge.cli", "worker", "--listen", "slurm"]
-    # In a session of its own: Ctrl-C and the like are for the controller, which stops the workers last.
+    # In a session of its own: Ctrl-C is for the controller. The workers end when their standard input does, which it
+    # does whatever becomes of this process.
     workers = await asyncio.create_subprocess_exec(
-        *command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
+        *command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
     )
-    reading: asyncio.Task[None] | None = None
     try:
-        addresses, said = await _read_addresses(workers, nodes)
+        addresses = await _read_addresses(workers, nodes)
         if len(addresses) < nodes:
             raise UserError(
-                f"srun started {len(addresses)} of {nodes} forge workers within {SLURM_START_S:.0f} s. It said:\n{said}"
+                f"srun started {len(addresses)} of {nodes} forge workers within {SLURM_START_S:.0f} s. What it said is "
+                "above."
             )
-        reading = asyncio.create_task(_pass_on(workers))
         yield addresses
     finally:
-        if workers.returncode is None:
+        assert workers.stdin is not None
+        workers.stdin.close()
+        try:
+            await asyncio.wait_for(workers.wait(), SLURM_STOP_S)
+        except TimeoutError:
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(workers.pid, signal.SIGINT)
-                os.killpg(workers.pid, signal.SIGINT)  # srun ends a step at the second one within a second
-            try:
-                await asyncio.wait_for(workers.wait(), 10)
-            except TimeoutError:
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(workers.pid, signal.SIGKILL)
-                await workers.wait()
-        if reading is not None:
-            reading.cancel()
+                os.killpg(workers.pid, signal.SIGKILL)
+            await workers.wait()
 
 
-async def _read_addresses(workers: asyncio.subprocess.Process, nodes: int) -> tuple[list[str], str]:
+async def _read_addresses(workers: asyncio.subprocess.Process, nodes: int) -> list[str]:
     assert workers.stdout is not None
     addresses: list[str] = []
-    said: list[str] = []
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(SLURM_START_S):
-            while len(addresses) < nodes and (line := (await workers.stdout.readline()).decode(errors="replace")):
-                if line.startswith(LISTENS):
-                    addresses.append(line.removeprefix(LISTENS).split()[0])
-                else:
-                    said.append(line)
-    return sorted(addresses), "".join(said[-20:])
-
-
-async def _pass_on(workers: asyncio.subprocess.Process) -> None:
-    """Consumes what the workers print, produces it on stderr, ends with them."""
-    assert workers.stdout is not None
-    while line := await workers.stdout.readline():
-        sys.stderr.write(line.decode(errors="replace"))
+            while len(addresses) < nodes and (line := await workers.stdout.readline()):
+                if found := re.match(rf"{LISTENS}([\d.]+:\d+)", line.decode(errors="replace")):
+                    addresses.append(found[1])
+    return sorted(addresses)
 
 
 def run_worker(listen: str) -> None:
@@ -197,29 +190,31 @@ def run_worker(listen: str) -> None:
             probe.bind((ip, port))
     except OSError as error:
         raise UserError(f"cannot listen at {ip}:{port}: {error.strerror or error}.") from None
-    in_slurm = listen == "slurm"
     with tempfile.TemporaryDirectory(prefix="forge-worker-") as folder:
         lock = Path(folder) / "lock"
         lock.touch()
         use_tls(ip)
         os.environ[WORKER_LOCK] = str(lock)
         os.environ.setdefault("MONARCH_FILE_LOG_LEVEL", "error")
-        _serve(f"{scheme}://{ip}:{port}", f"{ip}:{port}", ignore_term=in_slurm)
+        _serve(f"{scheme}://{ip}:{port}", f"{ip}:{port}", until_input_ends=listen == "slurm")
 
 
-def _serve(channel: str, name: str, *, ignore_term: bool) -> None:
-    from monarch.actor import start_worker_loop_forever
+def _serve(channel: str, name: str, *, until_input_ends: bool) -> None:
+    from forge.service.monarch_runtime import without_the_line
 
-    serving = start_worker_loop_forever(ca="trust_all_connections", address=channel)
+    # scancel signals every process of a job, and the controller needs this one until its checkpoint is written.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN if until_input_ends else signal.default_int_handler)
+    with without_the_line("Monarch internal logs are being written to"):
+        from monarch.actor import start_worker_loop_forever
+
+        serving = start_worker_loop_forever(ca="trust_all_connections", address=channel)
     print(f"{LISTENS}{name}", flush=True)
-    if ignore_term:
-        # scancel signals every process of the job, and the controller needs this one until its checkpoint is written.
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    else:
-        signal.signal(signal.SIGTERM, signal.default_int_handler)
     with contextlib.suppress(KeyboardInterrupt):
-        while True:
-            signal.pause()
+        if until_input_ends:
+            sys.stdin.read()
+        else:
+            while True:
+                signal.pause()
     del serving
 
 

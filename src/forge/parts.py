@@ -14,15 +14,17 @@ from typing import Any
 from forge.actors.generator import Generator
 from forge.app import Run, Stopped
 from forge.config import GeneratorServiceConfig, RunConfig, ServiceConfig
-from forge.launcher import open_hosts
+from forge.estimate import assumed_machines, placement_lines
+from forge.launcher import open_hosts, planned_machines
 from forge.models.architectures import (
+    Architecture,
     check_architecture,
     check_pipeline_parallel,
     check_seq_len,
     check_tensor_parallel,
 )
 from forge.models.hf_folder import WeightFiles, read_config, resolve_folder
-from forge.models.memory import TRAINING_BYTES_PER_PARAMETER
+from forge.models.published import published_config
 from forge.placement import Request, place
 from forge.precision import resolve_dtype
 from forge.provisioner import Provisioner, this_machine
@@ -51,11 +53,7 @@ def read_model(config: RunConfig, scratch: Path, *, generator: ServiceConfig | N
     from transformers import AutoTokenizer  # here, because importing it adds a log handler
 
     folder = model_folder(config.model, scratch)
-    architecture = check_architecture(read_config(folder))
-    check_seq_len(architecture, config.training.seq_len)
-    for degree in (config.parallelism.tensor_parallel_degree, generator.procs if generator else 1):
-        check_tensor_parallel(architecture, degree)
-    check_pipeline_parallel(architecture, config.parallelism.pipeline_parallel_degree)
+    check_model(config, check_architecture(read_config(folder)), generator=generator)
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder)
     except (OSError, ValueError) as error:
@@ -63,6 +61,24 @@ def read_model(config: RunConfig, scratch: Path, *, generator: ServiceConfig | N
     with WeightFiles(folder) as files:  # missing or torn weights are told before the actors meet them
         files.shapes()
     return folder, tokenizer
+
+
+def check_model(config: RunConfig, architecture: Architecture, *, generator: ServiceConfig | None) -> None:
+    """Whether lengths and parallel degrees suit the model.
+
+    Raises:
+        UserError: with the arithmetic.
+    """
+    check_seq_len(architecture, config.training.seq_len)
+    for degree in (config.parallelism.tensor_parallel_degree, generator.procs if generator else 1):
+        check_tensor_parallel(architecture, degree)
+    check_pipeline_parallel(architecture, config.parallelism.pipeline_parallel_degree)
+
+
+def published_architecture(model: str) -> Architecture | None:
+    """The shape of a well-known hub model that is not in reach; None for any other."""
+    config = published_config(model)
+    return None if config is None or Path(model).expanduser().exists() else check_architecture(config)
 
 
 def model_folder(model: str, run_folder: Path) -> Path:
@@ -107,24 +123,24 @@ def refuse_unless(key: str, value: Any, supported: Any) -> None:
         raise UserError(f"{key} must be {supported} in this version, got {value}.\n    Fix: --{key} {supported}")
 
 
-def describe_model(config: RunConfig, folder: Path, trainer: ServiceConfig) -> list[str]:
-    """The model, and the memory that training it takes, for `--dry_run`."""
-    model = check_architecture(read_config(folder))
-    processes = trainer.procs * trainer.hosts
-    gib = model.num_parameters * TRAINING_BYTES_PER_PARAMETER / processes / 2**30
-    return [
-        f"model      {config.model}: {model.name}, {model.num_parameters / 1e6:.1f} M parameters",
-        f"memory     {gib:.1f} GiB of weights, gradients and optimizer for each of {processes} trainer processes",
-    ]
+def describe_placement(
+    config: RunConfig, services: Services, turns: Turns = MappingProxyType({})
+) -> list[str]:
+    """Where every service would run, for `--dry_run`. No other machine is asked: they are taken to be like this one.
 
-
-def describe_services(services: Services, turns: Turns = MappingProxyType({})) -> list[str]:
-    """Where each service would run, for `--dry_run`."""
-    return [
-        f"{r.service:<10} {r.num_replicas} replicas × {r.procs} processes on the {'GPU' if r.with_gpus else 'CPU'}"
-        + (f", taking turns with the {r.turns_with}" if r.turns_with else "")
-        for r in requests(services, turns)
-    ]
+    Raises:
+        InsufficientResources: this machine has GPUs, and they are not enough.
+    """
+    here, wanted = this_machine(), requests(services, turns)
+    if config.launcher == "local":
+        machines = assumed_machines(wanted, here)
+    else:
+        machines = planned_machines(config.launcher, config.hosts, like=assumed_machines(wanted, here)[0])
+    placed = place(wanted, machines)
+    note = "on this machine"
+    if machines != [here]:
+        note = f"assumed: {len(machines)} × {len(machines[0].gpus)} GPUs; this machine has {len(here.gpus)}"
+    return [f"placement  {note}", *placement_lines(placed, machines)]
 
 
 def requests(services: Services, turns: Turns = MappingProxyType({})) -> list[Request]:

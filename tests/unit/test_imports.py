@@ -36,6 +36,8 @@ LAYERS = {
     "forge.actors": 2,
     "forge.batching": 2,
     "forge.checkpoint": 2,
+    "forge.doctor": 2,
+    "forge.estimate": 2,
     "forge.evaluation": 2,
     "forge.launcher": 2,
     "forge.observability": 2,
@@ -53,6 +55,7 @@ LAYERS = {
 # Only these may import the infrastructure, in as few files as it takes.
 INFRASTRUCTURE = {"monarch", "vllm", "torchtitan", "torchstore"}
 MAY_IMPORT_INFRASTRUCTURE = (
+    "forge.doctor",  # it is what it looks at
     "forge.actors",
     "forge.service",
     "forge.models",

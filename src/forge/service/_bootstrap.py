@@ -30,6 +30,8 @@ def main() -> None:
     os.setpgid(0, 0)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # SLURM sends it to every process of a job that asked for it
+    if "SLURM_JOB_ID" in os.environ:  # scancel sends SIGTERM to every process of the job
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
     faulthandler.enable()
     logging.basicConfig(
         level=os.environ.get(LOG_LEVEL, "WARNING").upper(),

@@ -41,7 +41,7 @@ def host_mesh() -> HostMesh:
 
     monarch.actor.config.prefix_python_logs_with_actor = False
     monarch.actor.unhandled_fault_hook = _fault_hook(monarch.actor.unhandled_fault_hook)
-    with _without_the_line("Monarch internal logs are being written to"), _temporary_files_in(scratch.folder()):
+    with without_the_line("Monarch internal logs are being written to"), _temporary_files_in(scratch.folder()):
         return monarch.actor.this_host()
 
 
@@ -74,7 +74,7 @@ def _temporary_files_in(folder: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _without_the_line(start: str) -> Iterator[None]:
+def without_the_line(start: str) -> Iterator[None]:
     """Drops the lines on stderr that begin with `start`; native code writes one, and no setting turns it off."""
     sys.stderr.flush()
     original = os.dup(2)
