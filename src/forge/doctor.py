@@ -63,11 +63,7 @@ def _gpus() -> list[Finding]:
     if len(usable) < len(there):
         named = f"CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES', '')}"
         problem = "" if usable else "unset CUDA_VISIBLE_DEVICES, or name devices that exist"
-        found.append(
-            Finding(
-                what="usable", value=f"{len(usable)} of {len(there)} (CUDA_VISIBLE_DEVICES={shown})", problem=problem
-            )
-        )
+        found.append(Finding(what="usable", value=f"{len(usable)} of {len(there)} ({named})", problem=problem))
     return found
 
 
