@@ -48,22 +48,36 @@ class Memory:
         return self.weights + self.gradients + self.optimizer + self.activations + self.kv_cache
 
 
-def assumed_machines(requests: Sequence[Request], here: Machine) -> list[Machine]:
-    """This machine, or, where it has no GPU and the config asks for some, as many hosts of 8 GPUs as it takes."""
-    if here.gpus or not any(request.with_gpus for request in requests):
+def assumed_machines(
+    requests: Sequence[Request], here: Machine, *, launcher: str = "local", names: Sequence[str] = ()
+) -> list[Machine]:
+    """The machines of a run as far as they are known before one is asked. None is asked.
+
+    Other machines are taken to be like this one; where this one has no GPU and the config asks for some, to have 8.
+
+    Args:
+        names: those of the hosts, where the config or SLURM says which there are; else there are as many as it takes.
+
+    Raises:
+        InsufficientResources: no number of such machines can hold the services.
+    """
+    on_gpus = any(request.with_gpus for request in requests)
+    if launcher == "local" and (here.gpus or not on_gpus):
         return [here]
-    names = tuple(str(index) for index in range(ASSUMED_GPUS_PER_HOST))
-    hosts = max(request.hosts for request in requests)
-    while True:
-        machines = [Machine(name=f"host {i}", cores=here.cores, gpus=names) for i in range(hosts)]
+    gpus_there = here.gpus or tuple(str(index) for index in range(ASSUMED_GPUS_PER_HOST if on_gpus else 0))
+    if names:
+        return [Machine(name=name, cores=here.cores, gpus=gpus_there) for name in names]
+    most = sum(request.processes for request in requests)
+    for count in range(max(request.hosts for request in requests), most + 1):
+        machines = [Machine(name=f"host {i}", cores=here.cores, gpus=gpus_there) for i in range(count)]
         try:
             place(requests, machines)
         except InsufficientResources:
-            if hosts > sum(request.processes for request in requests):  # a replica that no host of 8 can hold
+            if count == most:
                 raise
-            hosts += 1
             continue
-        return machines
+        break
+    return machines
 
 
 def gpu_gib() -> float | None:

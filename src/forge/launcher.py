@@ -24,7 +24,6 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from forge.placement import Machine
 from forge.types import UserError
 
 if TYPE_CHECKING:
@@ -40,16 +39,10 @@ SLURM_STOP_S = 10.0
 """How long they may take to end."""
 
 
-def planned_machines(launcher: str, hosts: Sequence[str], *, like: Machine) -> list[Machine]:
-    """The machines as far as they are known before any is asked: for `--dry_run`, which contacts none.
-
-    Args:
-        like: this machine; the others are taken to have as many cores and GPUs.
-    """
-    names = list(hosts) if launcher == "hosts" else [like.name]
-    if launcher == "slurm":
-        names = [f"node {i}" for i in range(int(os.environ.get("SLURM_JOB_NUM_NODES", "0")))] or ["node 0"]
-    return [Machine(name=name, cores=like.cores, gpus=like.gpus) for name in names]
+def host_names(launcher: str, hosts: Sequence[str]) -> list[str]:
+    """What the machines are called, as far as this is known before a start; empty where it is not."""
+    nodes = int(os.environ.get("SLURM_JOB_NUM_NODES", "0")) if launcher == "slurm" else 0
+    return list(hosts) if launcher == "hosts" else [f"node {i}" for i in range(nodes)]
 
 
 @asynccontextmanager

@@ -15,7 +15,7 @@ from forge.actors.generator import Generator
 from forge.app import Run, Stopped
 from forge.config import GeneratorServiceConfig, RunConfig, ServiceConfig
 from forge.estimate import assumed_machines, placement_lines
-from forge.launcher import open_hosts, planned_machines
+from forge.launcher import host_names, open_hosts
 from forge.models.architectures import (
     Architecture,
     check_architecture,
@@ -126,16 +126,14 @@ def refuse_unless(key: str, value: Any, supported: Any) -> None:
 def describe_placement(
     config: RunConfig, services: Services, turns: Turns = MappingProxyType({})
 ) -> list[str]:
-    """Where every service would run, for `--dry_run`. No other machine is asked: they are taken to be like this one.
+    """Where every service would run, for `--dry_run`; see `assumed_machines`.
 
     Raises:
-        InsufficientResources: this machine has GPUs, and they are not enough.
+        InsufficientResources: the machines are not enough.
     """
     here, wanted = this_machine(), requests(services, turns)
-    if config.launcher == "local":
-        machines = assumed_machines(wanted, here)
-    else:
-        machines = planned_machines(config.launcher, config.hosts, like=assumed_machines(wanted, here)[0])
+    names = host_names(config.launcher, config.hosts)
+    machines = assumed_machines(wanted, here, launcher=config.launcher, names=names)
     placed = place(wanted, machines)
     note = "on this machine"
     if machines != [here]:

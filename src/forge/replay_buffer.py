@@ -8,6 +8,7 @@ oldest first, group k is trained in step k // P, so that its weights are at most
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 
 from forge.types import Group
 
@@ -44,6 +45,11 @@ class ReplayBuffer:
         self._running: set[int] = set()
         self._started_at: dict[int, int] = {}  # running or finished group → version of the weights when it started
         self._finished: dict[int, Group] = {}
+        # Kept up to date with every group, so that whether a step is ready costs the same however many groups wait:
+        self._running_since: Counter[int] = Counter()  # version → running groups that started at it
+        self._head = self._next_id  # no running group is older
+        self._ahead = 0  # finished groups that are older than that
+        self._taking: int | None = None  # the step that `take` waits for
         self._changed = asyncio.Condition()
         self._end: Exception | None = None
         self.discarded = 0
@@ -83,14 +89,19 @@ class ReplayBuffer:
         self._next_id += 1
         self._started += 1
         self._running.add(group_id)
+        self._running_since[self._version] += 1
         self._started_at[group_id] = self._version
         return group_id
 
     async def add(self, group: Group) -> None:
         """Takes a finished group in."""
         async with self._changed:
-            self._running.remove(group.id)
+            self._leave_running(group.id)
             self._finished[group.id] = group
+            self._advance_head()
+            if self._taking is not None and self._too_old(group, self._taking):
+                self._give_up(group.id)
+                self.stale.append(group)
             self._changed.notify_all()
 
     async def discard(self, *group_ids: int) -> None:
@@ -101,11 +112,27 @@ class ReplayBuffer:
             self._changed.notify_all()
 
     def _give_up(self, group_id: int) -> None:
-        self._running.discard(group_id)
-        self._finished.pop(group_id, None)
+        if group_id in self._running:
+            self._leave_running(group_id)
+            self._advance_head()
+        self._pop_finished(group_id)
         self._started_at.pop(group_id, None)
         self._started -= 1
         self.discarded += 1
+
+    def _leave_running(self, group_id: int) -> None:
+        self._running.remove(group_id)
+        self._running_since[self._started_at[group_id]] -= 1
+
+    def _pop_finished(self, group_id: int) -> Group | None:
+        group = self._finished.pop(group_id, None)
+        self._ahead -= group is not None and group_id < self._head
+        return group
+
+    def _advance_head(self) -> None:
+        while self._head < self._next_id and self._head not in self._running:
+            self._ahead += self._head in self._finished
+            self._head += 1
 
     async def end(self, reason: Exception) -> None:
         """Nothing starts any more, and every `take` raises `reason`: the rollouts found no point in going on."""
@@ -122,18 +149,25 @@ class ReplayBuffer:
     async def take(self, step: int) -> list[Group]:
         """Waits for P groups, oldest first, none older than S steps when trained in optimizer step `step`."""
         async with self._changed:
-            await self._changed.wait_for(lambda: self._end is not None or self._ready(step) is not None)
+            self._taking = step
+            self._drop_stale(step)
+            ids: list[int] | None = None
+            while self._end is None and (ids := self._ready(step)) is None:
+                await self._changed.wait()
+            self._taking = None
             if self._end is not None:
                 raise self._end
-            ids = self._ready(step) or []
             # The groups stay counted as started: they make room when `advance` says that their step was published.
-            for i in ids:
+            for i in ids or []:
                 del self._started_at[i]
-            return [self._finished.pop(i) for i in ids]
+            return [group for i in ids or [] if (group := self._pop_finished(i)) is not None]
 
     def _ready(self, step: int) -> list[int] | None:
         """The ids that `take` would return now, or None while it has to wait."""
-        self._drop_stale(step)
+        if len(self._finished) < self._per_step:
+            return None
+        if self._ahead < self._per_step and self._must_wait_for(step):
+            return None
         waiting = sorted([*self._running, *self._finished])
         chosen = [i for i in waiting if i in self._finished][: self._per_step]
         if len(chosen) < self._per_step:
@@ -141,7 +175,8 @@ class ReplayBuffer:
         overtaken = sum(i < chosen[-1] for i in self._running)
         if overtaken > self._window:
             return None
-        left = [i for i in waiting if i not in set(chosen)]
+        taken = set(chosen)
+        left = [i for i in waiting if i not in taken]
         # With P taken at every step from the next one on, is each of those left behind still taken in time?
         in_time = all(
             step + 1 + place // self._per_step - self._started_at[i] <= self._max_staleness
@@ -149,8 +184,16 @@ class ReplayBuffer:
         )
         return chosen if in_time or overtaken == 0 else None
 
+    def _must_wait_for(self, step: int) -> int:
+        """Running groups that would be too old in any step after this one."""
+        last = step - self._max_staleness
+        return sum(count for version, count in self._running_since.items() if version <= last)
+
+    def _too_old(self, group: Group, step: int) -> bool:
+        return step - group.policy_version > self._max_staleness
+
     def _drop_stale(self, step: int) -> None:
-        old = [g for g in self._finished.values() if step - g.policy_version > self._max_staleness]
+        old = [g for g in self._finished.values() if self._too_old(g, step)]
         for group in old:
             self._give_up(group.id)
         if old:
@@ -173,5 +216,8 @@ class ReplayBuffer:
         self._running = set(running)
         self._started_at = dict.fromkeys([*self._finished, *running], self._version)
         self._started_at |= {i: g.policy_version for i, g in self._finished.items()}
+        self._running_since = Counter(self._started_at[i] for i in running)
         self._next_id = next_id
+        self._head, self._ahead = min([*self._finished, *running], default=self._next_id), 0
+        self._advance_head()
         self._started += len(self._finished) + len(running)

@@ -3,6 +3,8 @@
 import asyncio
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from forge.replay_buffer import ReplayBuffer
 from forge.types import Episode, Group
@@ -209,3 +211,46 @@ def test_a_resumed_buffer_holds_the_finished_groups_and_restarts_the_running_one
         assert [g.id for g in await resumed.take(step=1)] == [2, 3]
 
     run(scenario())
+
+
+def ready_as_defined(buffer: ReplayBuffer, step: int) -> list[int] | None:
+    """The rule written down plainly, over all groups that wait."""
+    waiting = sorted([*buffer._running, *buffer._finished])
+    chosen = [i for i in waiting if i in buffer._finished][: buffer._per_step]
+    if len(chosen) < buffer._per_step:
+        return None
+    overtaken = sum(i < chosen[-1] for i in buffer._running)
+    if overtaken > buffer._window:
+        return None
+    left = [i for i in waiting if i not in chosen]
+    lateness = [step + 1 + n // buffer._per_step - buffer._started_at[i] for n, i in enumerate(left)]
+    return chosen if overtaken == 0 or all(late <= buffer._max_staleness for late in lateness) else None
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data(), per_step=st.integers(1, 4), staleness=st.integers(0, 3))
+def test_the_short_cuts_never_change_what_is_taken(data, per_step, staleness):
+    """Whatever the order in which groups finish, fail and are taken, the counters agree with the rule."""
+
+    async def scenario():
+        buffer = ReplayBuffer(groups_per_step=per_step, max_staleness=staleness, steps=6)
+        step = 0
+        for _ in range(60):
+            while buffer._may_start():
+                await buffer.admit()
+            expected = ready_as_defined(buffer, step)
+            assert buffer._ready(step) == expected
+            if expected is not None and data.draw(st.booleans()):
+                assert [g.id for g in await buffer.take(step)] == expected
+                step += 1
+                await buffer.advance(step)
+                if step == 6:
+                    return
+            elif buffer._running:
+                group_id = data.draw(st.sampled_from(sorted(buffer._running)))
+                if data.draw(st.integers(0, 5)):
+                    await buffer.add(group(group_id, version=buffer._started_at[group_id]))
+                else:
+                    await buffer.discard(group_id)
+
+    asyncio.run(scenario())

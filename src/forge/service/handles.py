@@ -11,7 +11,7 @@ from typing import Any, Generic, TypeVar
 from forge.service.actor import ForgeActor, Options, endpoints_of, is_repeated
 from forge.service.errors import NoHealthyReplica, ReplicaDied
 from forge.service.replica import Mesh, Replica
-from forge.service.routers import Router
+from forge.service.routers import LeastLoaded, LoadOrder, Router
 from forge.service.supervision import Starter
 from forge.service.wire import encode
 
@@ -190,6 +190,7 @@ class Service(_Handle):
         self._actor = actor
         self._router = router
         self._starter = starter if starter and starter.supervised else None
+        self._order: LoadOrder | None = None
         self._replacing: set[asyncio.Task[None]] = set()
         self._changed = asyncio.Event()
         self._failure: Exception | None = None
@@ -248,7 +249,12 @@ class Service(_Handle):
             await self._changed.wait()
 
     async def _pick(self) -> Replica:
-        return self._router.pick(await self._healthy())
+        if not isinstance(self._router, LeastLoaded):
+            return self._router.pick(await self._healthy())
+        if self._order is None or not (chosen := self._order.first()).healthy:
+            self._order = LoadOrder(await self._healthy())
+            chosen = self._order.first()
+        return chosen
 
     def _replaces(self, replica: Replica) -> bool:
         """Whether `replica` has died (else the method itself raised what is being looked at) and gets a successor."""
@@ -261,6 +267,7 @@ class Service(_Handle):
     def _replica_died(self, replica: Replica) -> None:
         """The one place that learns of a death. Requests in flight have failed with `ReplicaDied` by now."""
         logger.info("%s: replica %d of %d died", self.name, replica.index, len(self.replicas))
+        self._order = None
         if self._starter is not None and not self._stopping:
             task = asyncio.ensure_future(self._replace(replica, self._starter))
             self._replacing.add(task)
@@ -283,6 +290,7 @@ class Service(_Handle):
         self._tell_waiting()
 
     def _tell_waiting(self) -> None:
+        self._order = None
         self._changed.set()
         self._changed = asyncio.Event()
 

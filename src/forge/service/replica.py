@@ -62,6 +62,8 @@ class Replica:
         self._unanswered: set[asyncio.Future[bytes]] = set()
         self._listeners: list[Callable[[Replica], None]] = []
         self._failure_listeners: list[Callable[[ActorFailed], None]] = []
+        self.on_load: Callable[[Replica, int], None] | None = None
+        """Told of every change of `in_flight`, with what it was before."""
         mesh.on_death(self._process_died)
 
     @property
@@ -119,7 +121,7 @@ class Replica:
             raise self._unavailable()
         replies = self._mesh.send(kind, payload)
         self._unanswered.update(replies)
-        self.in_flight += 1
+        self._count(1)
         try:
             results: list[Any] = [None] * len(replies)
             for reply in replies:
@@ -127,10 +129,15 @@ class Replica:
                 results[rank] = value
             return results
         finally:
-            self.in_flight -= 1
+            self._count(-1)
             self._unanswered.difference_update(replies)
             for reply in replies:
                 reply.cancel()  # of what is still open we only drop our interest: the method itself runs on
+
+    def _count(self, change: int) -> None:
+        before, self.in_flight = self.in_flight, self.in_flight + change
+        if self.on_load is not None:
+            self.on_load(self, before)
 
     async def _answer(self, reply: asyncio.Future[bytes]) -> bytes:
         try:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict, defaultdict
 from collections.abc import Sequence
-from typing import Protocol, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
+
+if TYPE_CHECKING:
+    from forge.service.replica import Replica
 
 
 class HasLoad(Protocol):
@@ -52,3 +56,29 @@ class LeastLoaded:
     def pick(self, healthy: Sequence[R]) -> R:
         lowest = min(replica.in_flight for replica in healthy)
         return self._ties.pick([replica for replica in healthy if replica.in_flight == lowest])
+
+
+class LoadOrder:
+    """What `LeastLoaded` picks, without looking at every replica: a pick costs the same for three and for a thousand.
+
+    Consumes word of each change of a replica's load; produces the least loaded one, among equals the one that has been
+    so the longest. For replicas that stay healthy: when one dies, or comes, a new order is made.
+    """
+
+    def __init__(self, healthy: Sequence[Replica]) -> None:
+        self._of_load: defaultdict[int, OrderedDict[Replica, None]] = defaultdict(OrderedDict)
+        self._lowest = min(replica.in_flight for replica in healthy)
+        for replica in healthy:
+            self._of_load[replica.in_flight][replica] = None
+            replica.on_load = self._moved
+
+    def first(self) -> Replica:
+        """The replica to use."""
+        while not self._of_load[self._lowest]:
+            self._lowest += 1
+        return next(iter(self._of_load[self._lowest]))
+
+    def _moved(self, replica: Replica, before: int) -> None:
+        self._of_load[before].pop(replica, None)
+        self._of_load[replica.in_flight][replica] = None
+        self._lowest = min(self._lowest, replica.in_flight)

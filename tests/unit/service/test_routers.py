@@ -1,6 +1,10 @@
 from dataclasses import dataclass
 
+from hypothesis import given
+from hypothesis import strategies as st
+
 from forge.service import LeastLoaded, RoundRobin
+from forge.service.routers import LoadOrder
 
 
 @dataclass
@@ -33,3 +37,36 @@ def test_least_loaded_spreads_equal_loads():
 
 def test_least_loaded_takes_turns_among_the_least_loaded_only():
     assert picks(LeastLoaded(), [Stub(0, 1), Stub(1, 5), Stub(2, 1)], 4) == [0, 2, 0, 2]
+
+
+class Load:
+    """As much of a replica as `LoadOrder` looks at."""
+
+    def __init__(self, index, in_flight=0):
+        self.index, self.in_flight, self.on_load = index, in_flight, None
+
+    def change(self, by):
+        before, self.in_flight = self.in_flight, self.in_flight + by
+        self.on_load(self, before)
+
+
+def test_the_order_by_load_picks_the_least_loaded_and_equals_in_turn():
+    order = LoadOrder(replicas := [Load(0), Load(1), Load(2)])
+    picked = []
+    for _ in range(4):
+        picked.append(order.first().index)
+        order.first().change(1)
+    assert picked == [0, 1, 2, 0]
+    replicas[2].change(-1)
+    assert order.first().index == 2
+    replicas[2].change(1)
+    replicas[0].change(-2)
+    assert order.first().index == 0
+
+
+@given(st.lists(st.tuples(st.integers(0, 4), st.booleans()), max_size=60))
+def test_the_order_by_load_always_finds_a_least_loaded_replica(changes):
+    order = LoadOrder(replicas := [Load(i, in_flight=i % 2) for i in range(5)])
+    for index, up in changes:
+        replicas[index].change(1 if up or not replicas[index].in_flight else -1)
+        assert order.first().in_flight == min(r.in_flight for r in replicas)
