@@ -73,14 +73,16 @@ def describe_memory(config: GRPOConfig, model: Architecture) -> list[str]:
     if config.reference is not None:
         trainer_dtype = resolve_dtype(training.dtype, with_gpus=services.trainer.with_gpus)
         rows.append(reference_memory(model, training, config.reference, dtype=trainer_dtype))
+    new_tokens = config.grpo.max_new_tokens or training.seq_len // 2
     return [
         *memory_lines(rows, gpu=gpu, host=host_gib()),
         *compute_lines(
             model,
             training,
-            episodes=config.groups_per_step * config.grpo.n_samples,
+            sequences=config.groups_per_step * config.grpo.n_samples,
+            tokens=new_tokens,
             prompts=config.groups_per_step,
-            new_tokens=config.grpo.max_new_tokens or training.seq_len // 2,
-            reference=config.reference is not None,
+            prompt_tokens=training.seq_len - new_tokens,
+            forwards=["generate"] + ["reference"] * (config.reference is not None),
         ),
     ]

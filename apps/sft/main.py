@@ -44,10 +44,10 @@ async def train(run: Run[SFTConfig]) -> None:
 
 def check(config: SFTConfig) -> list[str]:
     """Reads and checks everything that a run would read, and starts nothing."""
-    from apps.sft.parts import describe, read_inputs
+    from apps.sft.dry_run import describe
 
     with tempfile.TemporaryDirectory() as scratch:
-        return describe(config, read_inputs(config, Path(scratch)))
+        return describe(config, Path(scratch))
 
 
 @dataclasses.dataclass(kw_only=True, slots=True)
@@ -301,5 +301,10 @@ def data_metrics(delivery: Delivery) -> dict[str, float]:
     }
 
 
+def main() -> int:
+    """The program; returns its exit status."""
+    return launch("sft", SFTConfig, train, check)
+
+
 if __name__ == "__main__":
-    sys.exit(launch("sft", SFTConfig, train, check))
+    sys.exit(main())

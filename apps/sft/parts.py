@@ -22,8 +22,6 @@ from forge.parts import (
     Services,
     check_place,
     check_supported,
-    describe_model,
-    describe_services,
     device,
     ending,
     generator_arguments,
@@ -91,8 +89,13 @@ def read_inputs(config: SFTConfig, scratch: Path) -> Inputs:
     Raises:
         UserError: with what to mend.
     """
-    check_supported(services_of(config))
     check_place(config.launcher, services_of(config))
+    return read_files(config, scratch)
+
+
+def read_files(config: SFTConfig, scratch: Path) -> Inputs:
+    """`read_inputs`, wherever the run will be."""
+    check_supported(services_of(config))
     folder, tokenizer = read_model(config, scratch, generator=config.generator)
     documents, heldout = build_documents(
         config.dataset,
@@ -216,20 +219,6 @@ def heldout_batches(heldout: Sequence[Document], *, ranks: int) -> list[Batch]:
     """The held-out documents, in the pieces that `Trainer.evaluate` is given."""
     pieces = [heldout[start : start + HELDOUT_BATCH] for start in range(0, len(heldout), HELDOUT_BATCH)]
     return [make_document_batch(piece, ranks=ranks, pad_id=0) for piece in pieces]
-
-
-def describe(config: SFTConfig, inputs: Inputs) -> list[str]:
-    """What a run would start, for `--dry_run`."""
-    model, memory = describe_model(config, inputs.model, config.services.trainer)
-    sets = ", ".join(source.path for source in config.dataset.sources)
-    return [
-        model,
-        f"data       {sets}: {len(inputs.heldout)} samples held out",
-        f"step       {config.documents_per_step} samples of at most {config.training.seq_len} tokens, "
-        f"{config.training.steps} steps",
-        memory,
-        *describe_services(services_of(config)),
-    ]
 
 
 def services_of(config: SFTConfig) -> Services:

@@ -23,7 +23,7 @@ GIB = 2**30
 ASSUMED_GPUS_PER_HOST = 8
 ASSUMED_GPU_GIB = 80.0
 """An A100 or H100, where this machine has no GPU to ask."""
-MODEL_SHARE = 0.8
+MODEL_SHARE = 0.9
 """Of a GPU's memory; the rest is the CUDA context, communication buffers and fragmentation."""
 _BYTES = {"bfloat16": 2, "float32": 4}
 
@@ -96,9 +96,17 @@ def placement_lines(placement: Placement, machines: Sequence[Machine]) -> list[s
 
 
 def trainer_memory(
-    arch: Architecture, training: TrainingConfig, parallelism: ParallelismConfig, service: ServiceConfig
+    arch: Architecture,
+    training: TrainingConfig,
+    parallelism: ParallelismConfig,
+    service: ServiceConfig,
+    *,
+    trained: bool = True,
 ) -> Memory:
     """Of one rank. Sharded are weights, gradients and moments; activations are those of one microbatch.
+
+    Args:
+        trained: False where adapters are trained beside frozen weights; the adapters' own state is not counted.
 
     Example:
         8.19 B parameters on 4 ranks of FSDP: 7.6 GiB of weights, as much of gradients, 15.3 GiB of moments
@@ -120,13 +128,15 @@ def trainer_memory(
     )
     activations = tokens * per_token / (model_parallel * p.context_parallel_degree) + 2 * CHUNK_BYTES
     state = 4 * arch.num_parameters / shards / GIB
+    if not trained:
+        state *= number / 4
     return Memory(
         service="trainer",
         devices=world,
         on="GPU" if service.with_gpus else "CPU process",
         weights=state + working / GIB,
-        gradients=state,
-        optimizer=2 * state,
+        gradients=state if trained else 0.0,
+        optimizer=2 * state if trained else 0.0,
         activations=activations / GIB,
         note=f"activations of {tokens:,} tokens in a forward",
     )
@@ -189,22 +199,31 @@ def memory_lines(rows: Sequence[Memory], *, gpu: float, host: float) -> list[str
 
 
 def compute_lines(
-    arch: Architecture, training: TrainingConfig, *, episodes: int, prompts: int, new_tokens: int, reference: bool
+    arch: Architecture,
+    training: TrainingConfig,
+    *,
+    sequences: int,
+    tokens: int,
+    prompts: int = 0,
+    prompt_tokens: int = 0,
+    forwards: Sequence[str] = (),
 ) -> list[str]:
-    """FLOP of one step where every response is as long as it may be: 2 for each parameter and token forward, 4 back."""
-    context = training.seq_len
-    attention = 4 * arch.n_layers * arch.n_heads * arch.head_dim * context / 2
+    """FLOP of one step where every sequence is as long as it may be: 2 for each parameter and token forward, 4 back.
+
+    Args:
+        tokens: of a sequence, its prompt apart if `prompts` share it.
+        prompts, prompt_tokens: what is computed once for several sequences.
+        forwards: what else computes all of it once, forward, such as "generate".
+    """
+    attention = 2 * arch.n_layers * arch.n_heads * arch.head_dim * training.seq_len
     forward = 2 * (arch.num_parameters - (0 if arch.tied else _embedding_parameters(arch) / 2)) + attention
-    prompt_tokens = prompts * max(context - new_tokens, 0)
-    generated = episodes * new_tokens
+    computed = sequences * tokens + prompts * prompt_tokens
     passes = {"none": 3, "selective": 3.5, "full": 4}[training.activation_checkpointing]
-    work = {"generate": forward * (generated + prompt_tokens), "train": passes * forward * (generated + prompt_tokens)}
-    if reference:
-        work["reference"] = forward * (generated + prompt_tokens)
+    work = {**{what: forward * computed for what in forwards}, "train": passes * forward * computed}
     said = ", ".join(f"{what} {flop:.1e}" for what, flop in work.items())
     total = training.steps * sum(work.values())
     return [
-        f"compute    FLOP of a step, at most ({episodes:,} responses of {new_tokens:,} tokens): {said}",
+        f"compute    FLOP of a step, at most ({sequences:,} sequences of {tokens:,} tokens): {said}",
         f"           {training.steps:,} steps: {total:.1e}, {total / 4e14 / 3600:.1f} hours of a GPU at 4e14 a second",
     ]
 

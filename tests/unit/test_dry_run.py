@@ -7,16 +7,19 @@ from pathlib import Path
 import pytest
 
 from apps.grpo.dry_run import describe
-from apps.grpo.parts import requests, services_of
+from apps.grpo.parts import services_of
+from apps.sft.dry_run import describe as describe_sft
 from forge import provisioner
-from forge.config import GRPOConfig, ParallelismConfig, ServiceConfig, TrainingConfig, load_config
+from forge.config import GRPOConfig, ParallelismConfig, ServiceConfig, SFTConfig, TrainingConfig, load_config
 from forge.estimate import assumed_machines, generator_memory, memory_lines, trainer_memory
 from forge.models.architectures import check_architecture
 from forge.models.published import published_config
+from forge.parts import requests
 from forge.placement import InsufficientResources, Machine, Request
 
 ROOT = Path(__file__).parents[2]
 USERS = Path(__file__).parent / "users_configs"
+SFT_FILES = sorted((ROOT / "apps/sft").glob("*8b.yaml"))
 FILES = sorted([*USERS.glob("*.yaml"), *(ROOT / "config").glob("*.yaml"), *(ROOT / "apps/grpo").glob("qwen*.yaml")])
 OVERRIDES = {
     "distributed.yaml": ["trainer.procs=4"]
@@ -38,6 +41,15 @@ def test_a_users_config_is_placed_and_its_memory_estimated(path, tmp_path):
     for service in ("trainer", "generator", "reward"):
         assert any(line.split()[:1] == [service] and ("GPU" in line or "CPU" in line) for line in lines)
     assert "GiB for each device" in text
+    assert "FLOP of a step" in text
+
+
+@pytest.mark.parametrize("path", SFT_FILES, ids=[p.name for p in SFT_FILES])
+def test_a_fine_tuning_config_is_placed_and_its_memory_estimated(path, tmp_path):
+    lines = describe_sft(load_config(SFTConfig, path), tmp_path)
+    text = "\n".join(lines)
+    assert "shapes as published" in lines[0]
+    assert "assumed: 1 × 8 GPUs" in text
     assert "FLOP of a step" in text
 
 
@@ -90,7 +102,7 @@ def test_what_does_not_fit_is_warned_about_with_the_knobs():
     arch = check_architecture(published_config("Qwen/Qwen2.5-7B-Instruct"))
     row = trainer_memory(arch, TrainingConfig(dtype="bfloat16"), ParallelismConfig(), ServiceConfig())
     (warning,) = [line for line in memory_lines([row], gpu=80, host=64) if line.startswith("warning")]
-    assert "the trainer needs about 129 GiB of each GPU, and 64 of 80 GiB can be had" in warning
+    assert "the trainer needs about 129 GiB of each GPU, and 72 of 80 GiB can be had" in warning
     assert "--trainer.procs" in warning
 
 
