@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from apps.grpo.parts import check_settings, read_data, services_of
+from apps.grpo.parts import check_settings, read_data, services_of, turns_of
 from forge.config import GRPOConfig
 from forge.estimate import (
     ASSUMED_GPU_GIB,
@@ -36,7 +36,7 @@ def describe(config: GRPOConfig, scratch: Path) -> list[str]:
         UserError: with what to mend.
     """
     check_settings(config)
-    placement = describe_placement(config, services_of(config))
+    placement = describe_placement(config, services_of(config), turns_of(config))
     published = None
     try:
         folder, tokenizer = read_model(config, scratch, generator=config.services.generator)

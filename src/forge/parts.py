@@ -123,9 +123,7 @@ def refuse_unless(key: str, value: Any, supported: Any) -> None:
         raise UserError(f"{key} must be {supported} in this version, got {value}.\n    Fix: --{key} {supported}")
 
 
-def describe_placement(
-    config: RunConfig, services: Services, turns: Turns = MappingProxyType({})
-) -> list[str]:
+def describe_placement(config: RunConfig, services: Services, turns: Turns = MappingProxyType({})) -> list[str]:
     """Where every service would run, for `--dry_run`; see `assumed_machines`.
 
     Raises:
