@@ -78,7 +78,7 @@ def test_two_sides_with_one_secret_trust_each_other_and_nobody_else(monkeypatch)
     own.verify_directly_issued_by(other_ca)
     assert own.public_key() != other.public_key()
     stranger_ca, stranger = issued("b" * 16, "10.0.0.2")
-    with pytest.raises(Exception):  # noqa: B017, PT011 (cryptography's InvalidSignature)
+    with pytest.raises(Exception):  # noqa: B017 (cryptography's InvalidSignature)
         stranger.verify_directly_issued_by(ca)
     assert stranger_ca.public_key() != ca.public_key()
 
