@@ -174,7 +174,7 @@ class Problems:
         return Sample(id=name, prompt=name, prompt_ids=list(range(PROMPT_TOKENS)), target="x", question=name)
 
     def state_dict(self) -> dict[str, int]:
-        return {"given": self.given}
+        return {"given": self.given, "epoch": 0}
 
 
 def service(actor: Any, name: str, count: int, world: World, answer: Any) -> Any:
@@ -207,11 +207,15 @@ def simulated_run(config: Any, depth: dict[str, int]) -> Any:
         start_step=0,
         metrics=metrics,
         unless_stopped=unless_stopped,
+        finish_or_drop=unless_stopped,
+        resume_from=None,
+        flush_to_disk=lambda: None,
+        health=types.SimpleNamespace(state_dict=dict),
         raise_if_stopped=lambda: None,
         log_step=log_step,
-        console=types.SimpleNamespace(note=print),
+        console=types.SimpleNamespace(note=print, warn=print),
         rollouts=types.SimpleNamespace(write=lambda *a, **k: None),
-        checkpoints=types.SimpleNamespace(begin=lambda step: Path("."), commit=lambda step, state: None),
+        checkpoints=types.SimpleNamespace(begin=lambda *a, **k: Path("."), commit=lambda *a, **k: None),
     )
 
 
@@ -243,6 +247,7 @@ def simulate(replicas: int, groups: int) -> dict[str, float]:
             reward=service(RewardActor, "reward", max(4, replicas // 4), world, reward),
             reference=None,
             data_parallel_ranks=1,
+            colocated=False,
         )
         await Grpo(simulated_run(config, depth), parts).train()
 
