@@ -238,10 +238,14 @@ class Trainer(ForgeActor):
         The next step may run while `push_weights` sends the copy. Returns the seconds it took.
         """
         started = time.perf_counter()
-        keep = self._rank == 0
+        keep, first = self._rank == 0, not self._outgoing
+        if keep and first:
+            # All at once: made one by one among the tensors that come and go, they would leave holes of those' sizes.
+            shapes = self._model.weight_shapes()
+            self._outgoing = {name: torch.empty(shape, dtype=self._weights_dtype) for name, shape in shapes.items()}
         for name, tensor in self._model.hf_tensors(self._weights_dtype):
-            if keep and not _equal(self._outgoing.get(name), tensor):
-                self._outgoing[name] = _copy_into(self._outgoing.get(name), tensor)
+            if keep and (first or not _equal(self._outgoing[name], tensor)):
+                self._outgoing[name].copy_(tensor.detach())
                 self._changed.add(name)
         return time.perf_counter() - started
 
@@ -377,15 +381,8 @@ def learning_rate_factor(step: int, training: TrainingConfig) -> float:
     return 1.0
 
 
-def _equal(buffer: Tensor | None, tensor: Tensor) -> bool:
+def _equal(buffer: Tensor, tensor: Tensor) -> bool:
     """Whether the buffer holds the tensor's values already; for one that was trained, a look at its beginning tells."""
-    if buffer is None or not torch.equal(buffer.view(-1)[:64], tensor.detach().reshape(-1)[:64].cpu()):
+    if not torch.equal(buffer.view(-1)[:64], tensor.detach().reshape(-1)[:64].cpu()):
         return False
     return torch.equal(buffer, tensor.detach().cpu())
-
-
-def _copy_into(buffer: Tensor | None, tensor: Tensor) -> Tensor:
-    """The tensor's values on the CPU, in the buffer of the last push where there is one."""
-    if buffer is None:
-        return tensor.detach().to("cpu", copy=True).contiguous()
-    return buffer.copy_(tensor.detach())

@@ -160,6 +160,10 @@ class LoadedModel:
             if weight.module is not None:
                 yield name, getattr(weight.module, weight.attribute)
 
+    def weight_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Of all weights, in the order of `hf_tensors` on rank 0."""
+        return {name: weight.shape for name, weight in self._weights.items()}
+
     def hf_tensors(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
         """Hugging Face names and whole weights, one at a time, as copies that later steps do not change.
 
