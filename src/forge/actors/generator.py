@@ -191,7 +191,8 @@ class Generator(ForgeActor):
             raise RuntimeError("this generator was built without a weight store (weights=None); it cannot be updated.")
         async with self._update_lock:
             current = version == self._version or (version < self._version and not rollback)
-            if current and self._awake.is_set():
+            if current and (self._awake.is_set() or not self._settings.reserved_bytes):
+                self._awake.set()  # on the CPU weights outlast the sleep
                 return {"fetch": 0.0, "swap": 0.0}
             started = time.perf_counter()
             version, weights = await _fetch(self._weights, version)
