@@ -1,4 +1,4 @@
-"""The soak of `benchmarks/soak.py`, two minutes of it: a run loses a process every 12 to 20 s, of every kind."""
+"""The soak of `benchmarks/soak.py`, two minutes of it: a run loses a process every 20 to 30 s, of every kind."""
 
 import os
 import subprocess
@@ -11,16 +11,16 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(900)
 def test_a_run_that_loses_processes_of_every_kind_learns_its_task_and_loses_nothing(tmp_path):
-    command = [sys.executable, "-m", "benchmarks.soak", "--minutes", "2", "--pause", "12", "20"]
+    command = [sys.executable, "-m", "benchmarks.soak", "--steps", "60", "--pause", "20", "30"]
     result = subprocess.run(
         [*command, "--folder", str(tmp_path / "s")],
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
         capture_output=True,
         text=True,
-        timeout=580,
+        timeout=880,
     )
     assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
     killed = {line.split("SIGKILL to ")[1].split("/")[0] for line in result.stdout.splitlines() if "SIGKILL" in line}
