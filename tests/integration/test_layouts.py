@@ -126,4 +126,5 @@ def test_rank_0_holds_the_weights_once_and_another_rank_one_tensor_at_a_time(out
     for what, copies, spare in (("first", 1.0, 100e6), ("again", 0.0, 48e6), ("bfloat16", 0.5, 48e6)):
         assert first[what] < copies * whole + spare, what
         assert other[what] < spare, what
-    assert first["first"] > 0.6 * whole  # it is measured at all
+    if layout == "fsdp2":  # it is measured at all; layouts that follow in the same processes reuse what this one freed
+        assert first["first"] > 0.6 * whole
