@@ -41,7 +41,6 @@ _GRACE_SECONDS = 10.0  # processes that were told to stop may need a moment
 _LIBRARY_HELPERS = ("multiprocessing.resource_tracker", "multiprocessing.forkserver", "torch/_inductor/compile_worker")
 _JANITOR = "forge/service/_janitor.py"  # ends with the process that started Monarch, which may be pytest itself
 _HELPERS = (*_LIBRARY_HELPERS, _JANITOR)
-_JANITOR = "forge/service/_janitor.py"  # ends with the process that started Monarch, which may be pytest itself
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
