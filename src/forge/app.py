@@ -262,8 +262,22 @@ def launch(
         check: what `--dry_run` does instead: reads and checks the inputs, starts nothing, and returns lines to show.
         defaults: arguments in front of those of the command line, such as a config file where none is given.
     """
-    for number in STOP_SIGNALS:  # until there is an event loop to handle them
-        signal.signal(number, lambda number, _: sys.exit(stop_status(number)))
+    # Until there is an event loop to handle them.
+    before = {n: signal.signal(n, lambda number, _: sys.exit(stop_status(number))) for n in STOP_SIGNALS}
+    try:
+        return _launch(app, config_class, train, check, defaults)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _launch(
+    app: str,
+    config_class: type[C],
+    train: Callable[[Run[C]], Awaitable[None]],
+    check: Callable[[C], list[str]],
+    defaults: Sequence[str],
+) -> int:
     given = sys.argv[1:]
     if "--config" in given or any(a.startswith("--config=") for a in given):
         defaults = ()

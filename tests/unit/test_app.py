@@ -7,7 +7,8 @@ import types
 import pytest
 
 import forge.app
-from forge.app import Dropped, Run, Stopped
+from forge.app import Dropped, Run, Stopped, launch
+from forge.config import GRPOConfig
 
 
 @pytest.fixture
@@ -95,3 +96,12 @@ def test_what_holds_the_run_up_is_ended_by_force(run, monkeypatch):
         assert ended == [143]
 
     within(2, scenario())
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
+def test_launch_leaves_the_signals_of_the_process_as_they_were(monkeypatch, number):
+    before = signal.getsignal(number)
+    monkeypatch.setattr("sys.argv", ["main", "--help"])
+    with pytest.raises(SystemExit):
+        launch("grpo", GRPOConfig, None, None)
+    assert signal.getsignal(number) is before
