@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import random
 import resource
 import selectors
@@ -285,7 +286,14 @@ def main() -> None:
     for replicas in given.replicas:  # each in a process of its own, so that memory is its own
         groups = max(given.groups, 3 * GROUPS_PER_REPLICA * replicas)
         command = [sys.executable, "-m", "benchmarks.scale_sim", "--one", str(replicas), str(groups)]
-        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, cwd=Path(__file__).parents[1])
+        done = subprocess.run(
+            command,
+            stdout=subprocess.PIPE,
+            text=True,
+            check=True,
+            cwd=Path(__file__).parents[1],
+            env={**os.environ, "OMP_NUM_THREADS": "1"},  # idle threads of torch's count as processor time
+        )
         rows.append(json.loads(done.stdout.splitlines()[-1]))
         print(rows[-1], flush=True)
     report("scale_sim", rows, columns=COLUMNS, json_path=given.json)
