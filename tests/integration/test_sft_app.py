@@ -134,15 +134,19 @@ def test_wrong_input_ends_with_status_2_before_anything_starts(tmp_path, capfd, 
     from apps.sft.main import check, train
     from forge.app import launch
     from forge.config import SFTConfig
+    from forge.provisioner import Provisioner
+
+    def refuse(self):
+        pytest.fail("an actor was about to be started")
 
     (tmp_path / "empty.jsonl").write_text("")
     (tmp_path / "torn.jsonl").write_text('{"prompt": "1", "completion": "1"}\n{"prompt": \n')
     (tmp_path / "role.jsonl").write_text('{"messages": [{"role": "narrator", "content": "x"}]}\n')
     overrides = [o.replace("{tmp}", str(tmp_path)).replace("{long}", "a " * 40) for o in overrides]
     monkeypatch.chdir(ROOT)
-    monkeypatch.setattr(sys, "argv", [*COMMAND[2:], *overrides, "--output_dir", str(tmp_path / "run"), "--dry_run"])
+    monkeypatch.setattr(Provisioner, "__aenter__", refuse)
+    monkeypatch.setattr(sys, "argv", [*COMMAND[2:], *overrides, "--output_dir", str(tmp_path / "run")])
     assert launch("sft", SFTConfig, train, check) == 2
     told = capfd.readouterr().err
     assert message in told
     assert "Traceback" not in told
-    assert not (tmp_path / "run").exists()
