@@ -93,6 +93,7 @@ class Grpo:
         self.in_flight: dict[int, Sample] = {}
         self.set_aside: list[tuple[Outcome, Group]] = []  # not trained, and not written down yet
         self.baseline: dict[str, float] = {}
+        self.evaluated = -1  # the last step after which held-out problems were answered
         self.steps_done = self.generator_version = run.start_step
         self.moment = moment_of(self)
         self.may_start = asyncio.Event()  # cleared while the generators belong to an evaluation
@@ -188,8 +189,7 @@ class Grpo:
                 await self.one_step(self.steps_done)
                 done = self.steps_done = self.steps_done + 1
                 self.moment = moment_of(self)
-                evaluate = bool(self.baseline) and _due(done, config.eval.interval) and done < last
-                if evaluate:
+                if evaluate := self.evaluation_due():
                     self.may_start.clear()
                 if done % config.training.sync_interval == 0 or done == last:
                     await self.start_sync(done, tasks)
@@ -332,11 +332,20 @@ class Grpo:
             await self.sync_finished()
 
     async def evaluate_baseline(self) -> None:
-        """The held-out measures before training; a resumed run has them from its checkpoint, or never took them."""
+        """The held-out measures before training. A resumed run has them from its checkpoint, or never took them, and
+        makes up for those that were due when it was stopped."""
         if self.parts.heldout and not self.steps_done:
             self.baseline = await self.evaluate(0)
+        elif self.evaluation_due():
+            await self.evaluate(self.steps_done)
         self.step_ended = time.perf_counter()
         await self.work.since_last()  # what was done so far belongs to no step
+
+    def evaluation_due(self) -> bool:
+        """Whether held-out problems are to be answered between this step and the next."""
+        done, config = self.steps_done, self.config
+        due = bool(self.baseline) and _due(done, config.eval.interval) and done < config.training.steps
+        return due and self.evaluated != done
 
     async def evaluate(self, step: int) -> dict[str, float]:
         """Held-out problems, greedily, under the weights after step `step`."""
@@ -355,6 +364,7 @@ class Grpo:
         )
         self.run.log_evaluation(step, values)
         self.run.rollouts.write(step, groups, kind="eval")
+        self.evaluated = self.moment.evaluated = step
         return values
 
     async def save_last(self, tasks: asyncio.TaskGroup) -> None:

@@ -34,6 +34,8 @@ class Moment:
     """Groups that are not trained and not in rollouts.jsonl yet, with the outcome."""
     baseline: dict[str, float]
     """The held-out measures before training."""
+    evaluated: int = -1
+    """The step after which held-out problems were last answered; a stopped run may have had no time for those due."""
     flat: dict[str, Any] = field(default_factory=dict)
     failures: dict[str, Any] = field(default_factory=dict)
     health: dict[str, Any] = field(default_factory=dict)
@@ -49,6 +51,7 @@ def moment_of(grpo: Grpo) -> Moment:
         in_flight=list(grpo.in_flight.items()),
         set_aside=grpo.aside(),
         baseline=grpo.baseline,
+        evaluated=grpo.evaluated,
         flat=grpo.flat.state_dict(),
         failures=grpo.budget.state_dict(),
         health=grpo.run.health.state_dict(),
@@ -62,7 +65,7 @@ def go_on_from(state: dict[str, Any], grpo: Grpo) -> Moment:
     grpo.in_flight = dict(moment.in_flight)
     grpo.buffer.load(finished=moment.finished, running=list(grpo.in_flight), next_id=moment.next_group)
     grpo.set_aside = list(moment.set_aside)
-    grpo.baseline = moment.baseline
+    grpo.baseline, grpo.evaluated = moment.baseline, moment.evaluated
     grpo.flat.load_state_dict(moment.flat)
     grpo.budget.load_state_dict(moment.failures)
     grpo.failed_before = grpo.budget.failed
