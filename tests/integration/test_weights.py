@@ -147,7 +147,7 @@ def cluster(request: pytest.FixtureRequest) -> Iterator[Cluster]:
         cluster = runner.run(start())
         pids = [p.pid for p in psutil.Process().children(recursive=True)]
         yield cluster
-        runner.run(provisioner.__aexit__())
+        runner.run(provisioner.__aexit__(None, None, None))
         assert not any(psutil.pid_exists(pid) for pid in pids)
 
 
@@ -322,7 +322,7 @@ def two_hosts() -> Iterator[Cluster]:
             return Cluster(runner, store, trainer, [await service.as_service(store=store)])
 
         yield runner.run(start())
-        runner.run(provisioner.__aexit__())
+        runner.run(provisioner.__aexit__(None, None, None))
 
 
 def fetched(cluster: Cluster) -> int:
