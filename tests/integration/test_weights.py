@@ -145,7 +145,9 @@ def cluster(request: pytest.FixtureRequest) -> Iterator[Cluster]:
             return Cluster(runner, store, actors[0], actors[1:])
 
         cluster = runner.run(start())
-        pids = [p.pid for p in psutil.Process().children(recursive=True)]
+        children = psutil.Process().children(recursive=True)
+        # The janitor ends with this process, since it was this one that started Monarch.
+        pids = [p.pid for p in children if "_janitor.py" not in " ".join(p.cmdline())]
         yield cluster
         runner.run(provisioner.__aexit__(None, None, None))
         assert not any(psutil.pid_exists(pid) for pid in pids)
