@@ -3,8 +3,8 @@
     python -m benchmarks [NAME ...] [--json_dir DIR]      each one's rows also as DIR/NAME.json
 
 Named alone a benchmark runs in full; among all of them `grpo_vs_trl` runs once instead of three times, and
-`toy_losses`, eight runs of the whole program, `soak`, a quarter of an hour of kills, and `controller_kills`, twelve
-starts, are left out. Run them on a machine that does nothing else.
+`toy_losses`, eight runs of the whole program, `soak`, a quarter of an hour of kills, `controller_kills`, twelve starts,
+and `scale_sim`, thousands of simulated replicas, are left out. Run them on a machine that does nothing else.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ NAMES: dict[str, list[str] | None] = {
     "toy_losses": None,
     "soak": None,
     "controller_kills": None,
+    "scale_sim": None,
 }
 
 

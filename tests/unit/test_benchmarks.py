@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def test_make_bench_knows_every_benchmark() -> None:
-    helpers = {"__main__", "report", "trl_run"}
+    helpers = {"__init__", "__main__", "report", "trl_run"}
     assert {p.stem for p in (ROOT / "benchmarks").glob("*.py")} - helpers == set(NAMES)
 
 

@@ -159,6 +159,7 @@ def test_steps_under_way_are_finished_under_the_old_weights_before_a_swap(monkey
         step=step,
         collective_rpc=lambda method, args: events.append(method),
         set_weight_version=lambda version: events.append(f"version {version}"),
+        is_sleeping=lambda: False,
     )
     engine = VllmEngine.__new__(VllmEngine)
     engine.__dict__.update(_llm=llm, _drained=[], _salt=0, version=0, _settings=SimpleNamespace(seed=0))
