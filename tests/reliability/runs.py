@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -108,6 +108,22 @@ def curve(folder: Path) -> list[list[float]]:
 
 def evaluations(folder: Path) -> list[list[float]]:
     return [[m["step"], m["eval/reward"]] for m in lines(folder / "metrics.jsonl") if "eval/reward" in m]
+
+
+@contextlib.contextmanager
+def starting() -> Iterator[Callable[..., App]]:
+    """What starts runs, as `App` does; ends those that a failed test leaves."""
+    started: list[App] = []
+
+    def start_one(*args: Any) -> App:
+        started.append(App(*args))
+        return started[-1]
+
+    try:
+        yield start_one
+    finally:
+        for app in started:
+            app.end()
 
 
 def ledger(folder: Path) -> dict[int, set[tuple[Any, ...]]]:

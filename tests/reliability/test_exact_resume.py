@@ -11,7 +11,7 @@ import signal
 
 import pytest
 
-from tests.reliability.runs import App, curve, evaluations, ledger, newest
+from tests.reliability.runs import curve, evaluations, ledger, newest, starting
 
 SYNC = (
     "--training.max_staleness", "0", "--training.steps", "12", "--checkpoint.interval", "3",
@@ -25,15 +25,8 @@ pytestmark = pytest.mark.timeout(900)  # several starts; 10 s each on an idle ma
 @pytest.fixture(scope="module")
 def start():
     """Starts runs, and ends what a failed test leaves."""
-    started: list[App] = []
-
-    def start_one(*args) -> App:
-        started.append(App(*args))
-        return started[-1]
-
-    yield start_one
-    for app in started:
-        app.end()
+    with starting() as start_one:
+        yield start_one
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ import signal
 import pytest
 
 from forge.config import GRPOConfig, load_config
-from tests.reliability.runs import App, ledger, newest
+from tests.reliability.runs import ledger, newest, starting
 
 ASYNC = (
     "--training.max_staleness", "2", "--training.steps", "14", "--checkpoint.interval", "4", "--eval.samples", "0",
@@ -25,15 +25,8 @@ pytestmark = pytest.mark.timeout(600)
 
 @pytest.fixture
 def start():
-    started: list[App] = []
-
-    def start_one(*args) -> App:
-        started.append(App(*args))
-        return started[-1]
-
-    yield start_one
-    for app in started:
-        app.end()
+    with starting() as start_one:
+        yield start_one
 
 
 def problems(count: int) -> list[tuple[int, str]]:

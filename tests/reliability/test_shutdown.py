@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from tests.reliability.runs import App, lines
+from tests.reliability.runs import lines, starting
 
 pytestmark = pytest.mark.timeout(600)
 ENDLESS = ("--training.steps", "100000", "--eval.samples", "0")
@@ -15,15 +15,8 @@ ENDLESS = ("--training.steps", "100000", "--eval.samples", "0")
 
 @pytest.fixture
 def start():
-    started: list[App] = []
-
-    def start_one(*args) -> App:
-        started.append(App(*args))
-        return started[-1]
-
-    yield start_one
-    for app in started:
-        app.end()
+    with starting() as start_one:
+        yield start_one
 
 
 def test_a_signal_while_everything_starts_ends_it_without_a_traceback(start, tmp_path):
