@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-_UNIT_TESTS = Path(__file__).parent / "unit"
+_TESTS = Path(__file__).parent
 _CACHE = tempfile.mkdtemp(prefix="forge-tests-")
 _MARK = f"{os.getpid()}-{uuid.uuid4().hex}"
 _MARK_NAME = "FORGE_TEST_SESSION"
@@ -44,9 +44,10 @@ _HELPERS = (*_LIBRARY_HELPERS, _JANITOR)
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
-    """Where several workers run the tests (-n), unit tests are dealt out to all of them and the others stay on one."""
-    if not item.path.is_relative_to(_UNIT_TESTS):
-        item.add_marker(pytest.mark.xdist_group("one by one"))
+    """Where several workers run the tests (-n), unit tests are dealt out to all; those of another folder stay on one."""
+    folder = item.path.relative_to(_TESTS).parts[0]
+    if folder != "unit":
+        item.add_marker(pytest.mark.xdist_group(folder))
 
 
 def pytest_sessionfinish() -> None:

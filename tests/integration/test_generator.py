@@ -368,7 +368,7 @@ def test_asleep_it_takes_no_core_and_answers_once_it_has_new_weights(bench: Benc
         return await running, await late, busy
 
     running, late, busy = bench.run(scenario())
-    assert [len(completion.token_ids) for completion in running if completion.metadata["finish_reason"] == "length"]
+    assert {completion.metadata["finish_reason"] for completion in running} <= {"length", "stop"}
     assert busy < 0.2  # of one second
     assert {completion.metadata["policy_version"] for completion in late} == {version}
     for completion in late:

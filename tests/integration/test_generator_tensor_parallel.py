@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from forge.actors.generator import Generator
+from forge.service import scratch
 from forge.testing.tiny_model import make_tiny_model
 from forge.types import Completion
 
@@ -65,7 +66,7 @@ def test_two_workers_agree_with_one_process_before_and_after_an_update(
             await generator.update_weights.call(1)
             for completion in await generator.generate.call(PROMPT, n=3, max_new_tokens=20):
                 assert mean_difference(second, completion) < 1e-5 < mean_difference(first, completion)
-            assert not list(Path("/dev/shm").glob("forge-weights-*"))
+            assert not list(Path("/dev/shm").glob(f"forge-weights-{scratch.folder().name}-*"))
         finally:
             await generator.shutdown()
 

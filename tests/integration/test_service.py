@@ -21,6 +21,7 @@ from forge.config import RestartsConfig
 from forge.placement import InsufficientResources, Request
 from forge.provisioner import Provisioner
 from forge.service import ForgeActor, NoHealthyReplica, RemoteError, RemoteTraceback, ReplicaDied
+from tests.processes import gone
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # a child cannot import this file by its name
 
@@ -380,15 +381,6 @@ def controller(mode, **popen_args):
     finally:
         process.kill()
         process.communicate()
-
-
-def gone(pids, timeout=10):
-    deadline = time.monotonic() + timeout
-    while any(psutil.pid_exists(p) and psutil.Process(p).status() != psutil.STATUS_ZOMBIE for p in pids):
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.05)
-    return True
 
 
 def test_actors_die_with_a_controller_that_is_killed():

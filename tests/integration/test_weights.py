@@ -21,6 +21,7 @@ from forge.provisioner import Provisioner
 from forge.service import ActorHandle, ForgeActor, ReplicaDied
 from forge.service.hosts import LocalHost
 from forge.weights import CorruptWeights, UnknownVersion, WeightStore, WeightStoreError
+from tests.processes import gone, shared_memory, shared_memory_left
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # a child cannot import this file by its name
 
@@ -150,7 +151,7 @@ def cluster(request: pytest.FixtureRequest) -> Iterator[Cluster]:
         pids = [p.pid for p in children if "_janitor.py" not in " ".join(p.cmdline())]
         yield cluster
         runner.run(provisioner.__aexit__(None, None, None))
-        assert not any(psutil.pid_exists(pid) for pid in pids)
+        assert gone(pids)
 
 
 def test_what_is_fetched_is_what_was_published(cluster):
@@ -405,9 +406,9 @@ def test_nothing_is_left_in_dev_shm_and_no_port_is_open():
             processes = [psutil.Process(), *psutil.Process().children(recursive=True)]
             return [c for p in processes for c in p.net_connections(kind="inet") if c.status == psutil.CONN_LISTEN]
 
-    before = set(os.listdir("/dev/shm"))
+    before = shared_memory()
     assert asyncio.run(scenario()) == []
-    assert set(os.listdir("/dev/shm")) == before
+    assert shared_memory_left(before) == set()
 
 
 def test_a_store_is_shut_down_only_where_it_was_started():

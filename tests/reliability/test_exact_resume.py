@@ -79,12 +79,12 @@ def test_a_killed_trainer_goes_back_to_the_last_checkpoint_and_leaves_no_trace(s
     assert_same(folder, uninterrupted)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
-def test_what_a_cluster_sends_ends_the_run_with_a_checkpoint_of_the_last_step(start, uninterrupted, tmp_path, number):
+def test_what_a_cluster_sends_ends_the_run_with_a_checkpoint_of_the_last_step(start, uninterrupted, tmp_path):
+    """SIGUSR1, ahead of a pre-emption; SIGTERM takes the same way (unit/test_app.py)."""
     folder = tmp_path / "run"
     app = start(folder, *SYNC)
     app.until_step(4)
-    assert app.stop(number) == 143
+    assert app.stop(signal.SIGUSR1) == 143
     done = curve(folder)[-1][0]
     assert newest(folder) == done
     assert "Traceback" not in app.output

@@ -6,7 +6,6 @@ import asyncio
 import os
 import signal
 import time
-from pathlib import Path
 
 import psutil
 from safetensors.torch import load_file
@@ -15,8 +14,7 @@ from forge.actors.generator import Generator
 from forge.provisioner import Provisioner
 from forge.testing.tiny_model import make_tiny_model
 from forge.weights import WeightStore
-
-SHARED = Path("/dev/shm")
+from tests.processes import shared_memory, shared_memory_left
 
 
 def processes_of_generators() -> list[psutil.Process]:
@@ -65,7 +63,7 @@ def test_a_killed_vllm_worker_costs_no_request_and_the_replacement_has_the_newes
         async with Provisioner(gpus=[], log_dir=tmp_path / "logs", on_incident=note):
             return await scenario()
 
-    before = set(SHARED.iterdir())
+    before = shared_memory()
     seconds, versions, left, health = asyncio.run(asyncio.wait_for(main(), 280))
     assert seconds < 3
     assert "It exited with status 1" in incidents[0][1]
@@ -73,4 +71,4 @@ def test_a_killed_vllm_worker_costs_no_request_and_the_replacement_has_the_newes
     assert versions == {3}
     assert left == []
     assert health == {"healthy": 1, "restarts": 1, "in_flight": 0, "retried": 2}
-    assert set(SHARED.iterdir()) <= before
+    assert shared_memory_left(before) == set()

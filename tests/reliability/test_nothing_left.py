@@ -7,11 +7,12 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import psutil
 import pytest
+
+from tests.processes import gone
 
 # Two actors; one of them starts a program in a session of its own, keeps a port and writes a file in shared memory.
 SCRIPT = """
@@ -60,19 +61,6 @@ def controller(temporary: Path):
 def janitor_of(process: subprocess.Popen) -> psutil.Process:
     (janitor,) = [p for p in psutil.Process(process.pid).children() if "_janitor" in " ".join(p.cmdline())]
     return janitor
-
-
-def alive(pid: int) -> bool:
-    with contextlib.suppress(psutil.NoSuchProcess):
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    return False
-
-
-def gone(pids, seconds=10) -> bool:
-    deadline = time.monotonic() + seconds
-    while any(alive(pid) for pid in pids) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    return not any(alive(pid) for pid in pids)
 
 
 def listening() -> set[int]:

@@ -15,6 +15,7 @@ import pytest
 from forge.config import RestartsConfig
 from forge.provisioner import Provisioner
 from forge.service import ForgeActor, NoHealthyReplica, ReplicaDied, repeated_on_restart
+from tests.processes import gone
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # a child cannot import this file by its name
 
@@ -135,5 +136,5 @@ def test_an_actor_restarts_on_all_ranks_with_its_first_arguments(tmp_path):
     assert (error.service, error.replica, error.rank) == ("trainer", 0, 1)
     assert value == 5
     assert not {*before} & {*after}
-    assert all(not os.path.exists(f"/proc/{pid}") for pid in before)
+    assert gone(before)
     assert seconds < 60
