@@ -16,8 +16,8 @@ BENCH_STAMP := $(STAMP)-bench
 # Left behind only by an install that was cut short (power, signal).
 UNFINISHED := $(VENV)/.installing
 TESTS := $(wildcard tests/unit tests/integration tests/reliability tests/gpu)
-# Unit tests on two workers, then each folder of the others, one by one, on one of them (tests/conftest.py).
-PYTEST := $(BIN)/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder --durations-min=1
+# Two workers, each a file at a time, since the tests of a file may share what they start; unit tests first.
+PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations-min=1
 
 # The search for an interpreter must not find the one of a broken environment.
 OUTER_PATH := $(PATH)

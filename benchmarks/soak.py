@@ -1,6 +1,6 @@
 """A run that survives: the toy task, while a seeded script kills one of its processes every 20 to 40 s.
 
-    python -m benchmarks.soak [--minutes 15] [--seed 0] [--pause 20 40] [--victims generator reward ref_model trainer]
+    python -m benchmarks.soak [--minutes 15] [--seed 0] [--pause 20 40] [--kills N] [--victims generator reward ...]
 
 The victims come in shuffled rounds, so that each kind is hit alike; of several ranks a random one. Afterwards it checks
 that the run did all its steps and learned the task, that every group was trained exactly once, and that nothing is
@@ -13,6 +13,7 @@ import argparse
 import contextlib
 import dataclasses
 import json
+import math
 import os
 import random
 import re
@@ -191,7 +192,9 @@ class Result:
     """What should not be; empty where all is well."""
 
 
-def soak(folder: Path, *, steps: int, seed: int, pause: tuple[float, float], victims: list[str]) -> Result:
+def soak(
+    folder: Path, *, steps: int, seed: int, pause: tuple[float, float], kills: float, victims: list[str]
+) -> Result:
     """One run with kills; prints them as they happen."""
     mark = uuid.uuid4().hex
     temporary, run = folder / "tmp", folder / "run"
@@ -206,7 +209,7 @@ def soak(folder: Path, *, steps: int, seed: int, pause: tuple[float, float], vic
         while not lines_written(run / "metrics.jsonl") and process.poll() is None:
             time.sleep(0.2)
         while ended_after(process, killer.pause(*pause)) is None:
-            if name := killer.kill():
+            if len(killer.kills) < kills and (name := killer.kill()):
                 done = lines_written(run / "metrics.jsonl")
                 print(f"[{time.monotonic() - started:5.0f} s] step {done:4}/{steps}: SIGKILL to {name}", flush=True)
     finally:
@@ -249,6 +252,7 @@ def main() -> int:
     parser.add_argument("--steps", type=int, help=f"of the run (default: {STEPS_PER_MINUTE} a minute, 60 at least)")
     parser.add_argument("--seed", type=int, default=0, help="of whom to kill when")
     parser.add_argument("--pause", type=float, nargs=2, default=(20.0, 40.0), help="seconds between two kills")
+    parser.add_argument("--kills", type=int, default=math.inf, help="at most so many (default: until its end)")
     parser.add_argument("--victims", nargs="+", default=list(VICTIMS), choices=VICTIMS)
     parser.add_argument("--folder", type=Path, help="where the run and its log go (default: a temporary one)")
     parser.add_argument("--json", type=Path, help="where to write the result")
@@ -260,6 +264,7 @@ def main() -> int:
             steps=asked.steps or max(60, round(asked.minutes * STEPS_PER_MINUTE)),
             seed=asked.seed,
             pause=tuple(asked.pause),
+            kills=asked.kills,
             victims=asked.victims,
         )
     print(

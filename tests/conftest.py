@@ -13,7 +13,6 @@ from pathlib import Path
 import psutil
 import pytest
 
-_TESTS = Path(__file__).parent
 _CACHE = tempfile.mkdtemp(prefix="forge-tests-")
 _MARK = f"{os.getpid()}-{uuid.uuid4().hex}"
 _MARK_NAME = "FORGE_TEST_SESSION"
@@ -41,13 +40,6 @@ _GRACE_SECONDS = 10.0  # processes that were told to stop may need a moment
 _LIBRARY_HELPERS = ("multiprocessing.resource_tracker", "multiprocessing.forkserver", "torch/_inductor/compile_worker")
 _JANITOR = "forge/service/_janitor.py"  # ends with the process that started Monarch, which may be pytest itself
 _HELPERS = (*_LIBRARY_HELPERS, _JANITOR)
-
-
-def pytest_itemcollected(item: pytest.Item) -> None:
-    """Where several workers run the tests (-n), unit tests are dealt out to all; those of another folder stay on one."""
-    folder = item.path.relative_to(_TESTS).parts[0]
-    if folder != "unit":
-        item.add_marker(pytest.mark.xdist_group(folder))
 
 
 def pytest_sessionfinish() -> None:

@@ -22,7 +22,7 @@ from torch import nn
 
 from forge.actors.trainer import Trainer
 from forge.batching import make_batch
-from forge.config import ParallelismConfig
+from forge.config import LoRAConfig, ParallelismConfig
 from forge.models._patches_torchtitan import use_device
 from tests.integration.batches import groups, settings
 
@@ -38,7 +38,11 @@ class OwnMean(nn.Module):
         return -(logprobs * advantages * mask).sum() / mean / mask.sum()
 
 
-LOSSES: dict[str, Any] = {"dapo": "dapo", "own_mean": OwnMean()}
+KINDS: dict[str, dict[str, Any]] = {
+    "dapo": {"loss": "dapo"},
+    "own_mean": {"loss": OwnMean()},
+    "lora": {"loss": "dapo", "lora": LoRAConfig(rank=4)},
+}
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
@@ -51,16 +55,16 @@ def published(trainer: Trainer) -> dict[str, torch.Tensor]:
     return {name: tensor.clone() for name, tensor in trainer._outgoing.items()}
 
 
-def one_step(model: str, loss: str, parallelism: ParallelismConfig, *, start: str | None) -> dict[str, Any]:
+def one_step(model: str, kind: str, parallelism: ParallelismConfig, *, start: str | None) -> dict[str, Any]:
     training = settings(max_tokens_per_microbatch=ROW, entropy_coef=0.01, max_norm=0.5)
-    trainer = Trainer(model=model, training=training, parallelism=parallelism, loss=LOSSES[loss])
+    trainer = Trainer(model=model, training=training, parallelism=parallelism, **KINDS[kind])
     before = published(trainer)
     ranks = trainer.data_parallel_ranks()
     value = trainer.train_step(*make_batch(groups(), ranks=ranks, pad_id=0))
     found = {
         "loss": value,
         "metrics": {k: v for k, v in trainer.metrics().items() if not k.startswith(("time/", "throughput/"))},
-        "gradients": {name: whole(p.grad) for name, p in trainer._model.named_parameters()},
+        "gradients": {name: whole(p.grad) for name, p in trainer._model.named_parameters() if p.requires_grad},
         "before": before,
         "after": published(trainer),
     }
@@ -98,10 +102,10 @@ def run_rank(job: dict[str, Any], world: int, rank: int, port: int) -> None:
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     for name, degrees in job["worlds"][str(world)].items():
         parallelism = ParallelismConfig(**{"data_parallel_shard_degree": 1, **degrees})
-        for loss in LOSSES:
-            start = job["alone"] if loss == "dapo" and world > 1 else None
-            found = one_step(job["model"], loss, parallelism, start=start)
-            torch.save(found, Path(job["out"]) / f"{name} {loss} {rank}.pt")
+        for kind in KINDS:
+            start = job["alone"] if kind == "dapo" and world > 1 else None
+            found = one_step(job["model"], kind, parallelism, start=start)
+            torch.save(found, Path(job["out"]) / f"{name} {kind} {rank}.pt")
         if world == 2:
             torch.save(gather_large(job["large"], parallelism), Path(job["out"]) / f"{name} memory {rank}.pt")
     if world > 1:

@@ -1,12 +1,8 @@
-"""Fine-tuning on the whole real stack, with a tiny model: what it learns, writes, and goes on with after a SIGKILL."""
+"""Fine-tuning on the whole real stack, with a tiny model: what it learns, writes and refuses."""
 
 import json
-import os
-import random
-import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -82,39 +78,6 @@ def test_the_run_folder_holds_what_the_contract_lists(toy_run):
     )
     answer = model.generate(**tokenizer(text, return_tensors="pt"), max_new_tokens=8, do_sample=False)
     assert tokenizer.decode(answer[0]).endswith("ABCD<|im_end|>")
-
-
-def test_killed_at_a_random_step_and_resumed_the_losses_are_those_of_the_uninterrupted_run(tmp_path):
-    """Bit for bit, with validation, early checkpoints, dropout in LoRA and shuffled data on the way."""
-    common = [
-        "--training.steps", "40", "--training.batch_size", "4", "--training.gradient_accumulation_steps", "2",
-        "--eval.prompts", "[]", "--eval.interval", "10", "--eval.samples", "8", "--checkpoint.interval", "7",
-        "--dataset.size", "100", "--training.lr_schedule", "cosine", "--lora.dropout", "0.1",
-    ]  # fmt: skip
-    whole, killed = tmp_path / "whole", tmp_path / "killed"
-    result = sft(*common, "--output_dir", str(whole))
-    assert result.returncode == 0, result.stderr[-3000:]
-    at = random.randrange(9, 35)
-    process = subprocess.Popen(
-        [*COMMAND, *common, "--output_dir", str(killed)],
-        cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
-    )  # fmt: skip
-    deadline = time.monotonic() + 120
-    while not (killed / "metrics.jsonl").exists() or len(steps_of(killed)) < at:
-        assert process.poll() is None
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-    os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
-    again = sft(*common, "--output_dir", str(killed))
-    assert again.returncode == 0, again.stderr[-3000:]
-    assert "resuming after step" in again.stdout
-    for name in ("loss", "grad_norm", "lr", "data/epoch"):
-        expected = {m["step"]: m[name] for m in steps_of(whole)}
-        assert {m["step"]: m[name] for m in steps_of(killed)} == expected, f"{name}, killed after step {at}"
-    evaluations = [[(m["step"], m["eval/loss"]) for m in lines(f / "metrics.jsonl") if "eval/loss" in m]
-                   for f in (whole, killed)]  # fmt: skip
-    assert evaluations[0] == evaluations[1]
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Starting the toy run, breaking it at a chosen moment, and reading what it left behind."""
+"""Starting a toy run, breaking it at a chosen moment, and reading what it left behind."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ EXACT = ("loss", "grad_norm", "entropy", "reward/mean", "kl/ref", "mismatch/logp
 
 
 class App:
-    """One start of `apps.grpo.main` with the toy config in `folder`; its output goes to `folder`.log."""
+    """One start of a program (grpo, sft) with its toy config in `folder`; its output goes to `folder`.log."""
 
-    def __init__(self, folder: Path, *overrides: str) -> None:
+    def __init__(self, folder: Path, *overrides: str, program: str = "grpo") -> None:
         self.folder = folder
-        command = [sys.executable, "-m", "apps.grpo.main", "--config", "apps/grpo/toy.yaml"]
+        command = [sys.executable, "-m", f"apps.{program}.main", "--config", f"apps/{program}/toy.yaml"]
         self._log = folder.with_suffix(".log")
         with self._log.open("ab") as log:
             self.process = subprocess.Popen(
@@ -115,8 +115,8 @@ def starting() -> Iterator[Callable[..., App]]:
     """What starts runs, as `App` does; ends those that a failed test leaves."""
     started: list[App] = []
 
-    def start_one(*args: Any) -> App:
-        started.append(App(*args))
+    def start_one(*args: Any, **kwargs: Any) -> App:
+        started.append(App(*args, **kwargs))
         return started[-1]
 
     try:

@@ -43,8 +43,8 @@ def assert_same(folder, whole) -> None:
     assert ledger(folder) == ledger(whole)
 
 
-def test_three_kills_of_the_controller_leave_no_trace(start, uninterrupted, tmp_path):
-    """While a checkpoint is written, at a random step, and while it starts."""
+def test_kills_of_the_controller_and_a_preemption_leave_no_trace(start, uninterrupted, tmp_path):
+    """SIGKILL while a checkpoint is written, SIGUSR1, as SLURM sends it, at a random step, SIGKILL while it starts."""
     folder = tmp_path / "run"
     first = start(folder, *SYNC)
     first.until_saving(after=3)
@@ -53,7 +53,9 @@ def test_three_kills_of_the_controller_leave_no_trace(start, uninterrupted, tmp_
 
     second = start(folder, *SYNC)
     second.until_step(random.Random(7).randrange(7, 11))
-    second.kill()
+    assert second.stop(signal.SIGUSR1) == 143
+    assert newest(folder) == curve(folder)[-1][0]  # it wrote a checkpoint of its last step
+    assert "Traceback" not in second.output
 
     third = start(folder, *SYNC)
     third.child("generator/0")
@@ -76,17 +78,4 @@ def test_a_killed_trainer_goes_back_to_the_last_checkpoint_and_leaves_no_trace(s
     app.finish()
     assert "trainer (replica 0): the process of rank 0 died" in app.output
     assert generator_stayed
-    assert_same(folder, uninterrupted)
-
-
-def test_what_a_cluster_sends_ends_the_run_with_a_checkpoint_of_the_last_step(start, uninterrupted, tmp_path):
-    """SIGUSR1, ahead of a pre-emption; SIGTERM takes the same way (unit/test_app.py)."""
-    folder = tmp_path / "run"
-    app = start(folder, *SYNC)
-    app.until_step(4)
-    assert app.stop(signal.SIGUSR1) == 143
-    done = curve(folder)[-1][0]
-    assert newest(folder) == done
-    assert "Traceback" not in app.output
-    start(folder, *SYNC).finish()
     assert_same(folder, uninterrupted)
