@@ -265,9 +265,9 @@ class Grpo:
                     self.write_down(step, groups)  # whoever looks for the reason needs to see them
                     raise
                 self.run.console.warn(f"guards.nonfinite: {error} Its groups are replaced.")
-                await self.give_up("nonfinite", *groups)
-                if self.parts.colocated:
+                if self.parts.colocated:  # before other groups may start: a wave begins with all its requests at once
                     await self.parts.generator.update_weights.fanout(self.generator_version, rollback=True)
+                await self.give_up("nonfinite", *groups)
                 continue
             self.write_down(step, groups)
             return groups, waited, before, await self.work.since_last()
@@ -374,8 +374,8 @@ class Grpo:
         await self.saver.finished()
 
     async def resume(self) -> None:
-        """Goes on from the checkpoint, if there is one; else from the start, which only a restarted trainer has to make
-        known to the generators."""
+        """Goes on from the checkpoint, if there is one, else from the start. The weights are published in either case:
+        a generator that lost its own in its sleep must find them there, even if no step makes others."""
         from apps.grpo.state import go_on_from
         from forge.checkpoint import load_state
 

@@ -22,11 +22,12 @@ from forge.types import Completion, Group
 class Endpoint:
     """What a handle's method is: reachable by call, route or fanout."""
 
-    def __init__(self, function, *, several=False):
+    def __init__(self, function, *, seconds=0.0):
         async def once(*args, **kwargs):
             return function(*args, **kwargs)
 
         async def all_of_them(*args, **kwargs):
+            await asyncio.sleep(seconds)
             return [function(*args, **kwargs)]
 
         self.call = self.route = once
@@ -54,12 +55,16 @@ class World:
     rewards_of: object
     version: int = 0
     asleep: bool = False
+    forgets: bool = False
+    """Whether sleep costs the generator its weights, as on a GPU; then only a published version wakes it."""
 
     def __post_init__(self):
         self.asleep_while_training = []
         self.trained, self.logged, self.notes, self.saved, self.versions, self.holds = [], [], [], [], [], []
         self.written, self.committed = [], []
         self.attempts, self.nan_at = 0, set()
+        self.published = set()
+        self.asked_while_asleep = 0
         self.samples = Samples()
 
     def generate(self, prompt_ids, *, n, **_):
@@ -77,7 +82,12 @@ class World:
     def sleep(self):
         self.asleep = True
 
+    def hold(self, key):
+        self.asked_while_asleep += self.asleep
+        self.holds.append(key)
+
     def update_weights(self, version, rollback):
+        assert version in self.published or not (self.asleep and self.forgets), f"no version {version} to wake with"
         self.asleep = False
         self.version = version
         self.versions.append(version)
@@ -95,7 +105,8 @@ class World:
 
     def parts(self, config):
         def actor(**methods):
-            endpoints = {name: Endpoint(f) for name, f in methods.items()}
+            seconds = {"update_weights": 0.002}  # waking takes a while, and others go on meanwhile
+            endpoints = {name: Endpoint(f, seconds=seconds.get(name, 0.0)) for name, f in methods.items()}
             return types.SimpleNamespace(health=lambda: {"healthy": 1}, **endpoints)
 
         stats = {"generated_tokens": 0, "busy_s": 0.0, "idle_s": 0.0}
@@ -106,7 +117,8 @@ class World:
                 train_step=self.train_step,
                 metrics=lambda: {"loss": 0.0},
                 collect_weights=lambda: 0.0,
-                push_weights=lambda version: 0.0,
+                push_weights=self.published.add,
+                checkpoint_bytes=lambda: 0,
                 save=self.saved.append,
                 save_finished=lambda: None,
             ),
@@ -115,7 +127,7 @@ class World:
                 update_weights=self.update_weights,
                 stats=lambda: stats,
                 sleep=self.sleep,
-                hold=self.holds.append,
+                hold=self.hold,
                 release=lambda: None,
             ),
             reward=actor(score=self.score),
@@ -146,7 +158,9 @@ class World:
             console=types.SimpleNamespace(note=self.notes.append, warn=self.notes.append),
             rollouts=types.SimpleNamespace(write=self.write),
             checkpoints=types.SimpleNamespace(
-                begin=lambda step, needed: tmp_path, commit=lambda step, state, best: self.committed.append(state)
+                check_room=lambda needed: None,
+                begin=lambda step, needed: tmp_path,
+                commit=lambda step, state, best: self.committed.append(state),
             ),
         )
 
@@ -160,6 +174,8 @@ def train(world: World, tmp_path, *overrides: str) -> Grpo:
 
     async def go():
         grpo = Grpo(world.run(config, tmp_path), world.parts(config))
+        await grpo.resume()
+        world.versions.clear(), world.holds.clear()  # those of the start
         await grpo.train()
         return grpo
 
@@ -264,6 +280,16 @@ def test_a_batch_that_makes_nan_is_replaced_where_the_guard_says_skip(tmp_path):
     assert len(world.trained) == 4
     assert [group for _, group, outcome in world.written if outcome == "nonfinite"] == [2, 3]
     assert [m.get("groups/nonfinite", 0) for m in world.logged] == [0, 2, 0, 0]
+
+
+@pytest.mark.parametrize("bad", [{0}, {0, 1}, {2}])
+def test_a_generator_that_lost_its_weights_in_its_sleep_gets_them_back_when_the_batch_made_nan(tmp_path, bad):
+    """In the very first step too, when no step has made a version yet; and before the next groups are begun."""
+    world = World(lambda number, n: [0.0, 1.0], forgets=True)
+    world.nan_at = bad
+    train(world, tmp_path, "guards.nonfinite=skip", "training.max_staleness=0", "generator.colocate=true")
+    assert len(world.trained) == 4
+    assert world.asked_while_asleep == 0
 
 
 @pytest.mark.parametrize(("action", "attempts"), [("stop", 1), ("skip", 2)])

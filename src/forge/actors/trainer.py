@@ -195,6 +195,8 @@ class Trainer(ForgeActor):
         norm = self._clip_gradients()
         if not (math.isfinite(outcome.loss) and math.isfinite(norm)):
             self._optimizer.zero_grad(set_to_none=True)
+            if self._shares_device:  # the generator wakes to sample other groups
+                self._give_memory_up()
             raise NonFiniteStep(
                 f"step {self.step + 1}: loss {outcome.loss}, gradient norm {norm}. The step was not applied. Try a "
                 f"lower training.learning_rate (now {self._training.learning_rate:g}), clip gradients harder "
