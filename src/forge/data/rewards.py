@@ -21,6 +21,7 @@ import math
 import os
 import re
 import sys
+import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -30,11 +31,16 @@ from forge.types import UserError
 
 RewardFunction = Callable[[str, str, str], float]
 
+LARGEST = 1e30
+"""What a reward, and the weighted sum of all, may be in size: advantages are computed from it in float32, which ends at
+3e38, and a group's variance holds its square."""
+
 __all__ = ["MathReward", "NamedReward", "RewardConfigError", "RewardError", "ThinkingReward", "build_rewards", "score"]
 
 
 class RewardError(Exception):
-    """A reward raised, or returned something that is not a finite number; the message names it and the sample."""
+    """A reward raised, or returned something that is not a finite number, or one beyond `LARGEST`; the message names it
+    and the sample."""
 
 
 class RewardConfigError(UserError):
@@ -158,33 +164,63 @@ def score(rewards: Sequence[NamedReward], prompt: str, response: str, target: st
     """(weighted sum, each reward's own value by name).
 
     Raises:
-        RewardError: a reward raised, or returned something that is not a finite number.
+        RewardError: a reward raised, or returned something that is not a finite number, or one beyond `LARGEST`.
 
     Example:
         >>> score(build_rewards([{"reward": "forge.data.rewards.MathReward", "weight": 2.0}]), "", "#### 1", "1")
         (2.0, {'MathReward': 1.0})
     """
     values = {reward.name: _call(reward, prompt, response, target) for reward in rewards}
-    return sum(reward.weight * values[reward.name] for reward in rewards), values
+    total = sum(reward.weight * values[reward.name] for reward in rewards)
+    if not abs(total) <= LARGEST:
+        raise RewardError(
+            f"The weighted sum of the rewards must be within ±{LARGEST:g}, got {total:g} from {values} "
+            f"{_sample(prompt, response, target)}."
+        )
+    return total, values
 
 
 def _call(reward: NamedReward, prompt: str, response: str, target: str) -> float:
-    sample = f"on prompt {_clip(prompt)}, response {_clip(response)}, target {_clip(target)}"
     try:
         returned = reward.function(prompt, response, target)
-    except Exception as error:
-        raise RewardError(f"Reward {reward.name} raised {type(error).__name__}: {error} {sample}.") from error
-    value = math.nan
-    if not isinstance(returned, str | bytes):
-        with contextlib.suppress(Exception):  # NumPy's and torch's scalars are numbers too, a vector of two is not
-            value = float(returned)
-    if not math.isfinite(value):
-        raise RewardError(f"Reward {reward.name} must return a finite number, got {_clip(returned)} {sample}.")
+        value = _number(returned)
+    except BaseException as error:  # sys.exit() in a reward, or a panic of a Rust library, ends no run either
+        if isinstance(error, KeyboardInterrupt) and threading.current_thread() is threading.main_thread():
+            raise  # a person's, not the reward's
+        raise RewardError(
+            f"Reward {reward.name} raised {type(error).__name__}: {_clip(error, str)} "
+            f"{_sample(prompt, response, target)}."
+        ) from error
+    if not abs(value) <= LARGEST:
+        size = f", at most {LARGEST:g} in size" if math.isfinite(value) else ""
+        raise RewardError(
+            f"Reward {reward.name} must return a finite number{size}, got {_clip(returned)} "
+            f"{_sample(prompt, response, target)}."
+        )
     return value
 
 
-def _clip(value: Any) -> str:
-    text = repr(value)
+def _number(returned: Any) -> float:
+    """What a reward returned, as a float; NaN where it is no number, infinity where no float can hold it."""
+    scalar = getattr(returned, "item", None)  # NumPy's and torch's scalars are numbers too, a vector of two is not
+    with contextlib.suppress(TypeError, ValueError, RuntimeError):
+        value = scalar() if callable(scalar) else returned
+        if not isinstance(value, str | bytes | bytearray | memoryview | complex):
+            with contextlib.suppress(OverflowError):
+                return float(value)
+            return math.inf
+    return math.nan
+
+
+def _sample(prompt: str, response: str, target: str) -> str:
+    return f"on prompt {_clip(prompt)}, response {_clip(response)}, target {_clip(target)}"
+
+
+def _clip(value: Any, show: Callable[[Any], str] = repr) -> str:
+    try:
+        text = show(value)
+    except Exception:  # an integer of too many digits, or somebody's own __repr__
+        return f"<{type(value).__name__}>"
     return text if len(text) <= 200 else f"{text[:100]} ... {text[-95:]}"
 
 
