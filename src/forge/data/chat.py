@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from forge.data.errors import DataError
+from forge.data.errors import DataError, check_characters
 
 Message = dict[str, str]
 """{"role": "system", "user" or "assistant", "content": text}"""
@@ -54,7 +54,7 @@ class ChatFormat:
         """The prompt as text and as token ids; a start token stands in it at most once.
 
         Raises:
-            DataError: the template cannot render the conversation.
+            DataError: the template cannot render the conversation, or its text cannot be tokenized.
         """
         messages = self.messages(question)
         if self._chat_template is None:
@@ -84,6 +84,7 @@ class ChatFormat:
         return self._prompt_template.replace("{prompt}", prompt)  # not str.format: templates hold \boxed{}
 
     def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        check_characters(text)
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
         start = self._tokenizer.bos_token_id
         return ids[1:] if start is not None and ids[:2] == [start, start] else ids

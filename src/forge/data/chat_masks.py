@@ -24,7 +24,7 @@ from typing import Any
 
 from forge.data.chat import plain_text
 from forge.data.conversations import Conversation, InvalidRow, Message
-from forge.data.errors import DataError
+from forge.data.errors import DataError, check_characters
 
 Span = tuple[int, int]
 """[start, end)"""
@@ -75,7 +75,8 @@ class ChatMasks:
             needs_turns: False gives no turns where the template does not tell them, instead of raising.
 
         Raises:
-            InvalidRow: the template cannot render the conversation, or does not tell where the assistant speaks.
+            InvalidRow: the template cannot render the conversation, or does not tell where the assistant speaks; or the
+                text cannot be tokenized.
         """
         spans: list[Span]
         if conversation.plain is not None:
@@ -84,6 +85,10 @@ class ChatMasks:
             text, spans = self._rendered(conversation, needs_turns)
         else:
             text, spans = self._joined(conversation.messages)
+        try:
+            check_characters(text)
+        except DataError as error:
+            raise InvalidRow(str(error), reason="not_text") from None
         start = [] if conversation.plain is None and self._has_template else self._start  # a template writes its own
         return self._tokens(text, spans, start)
 

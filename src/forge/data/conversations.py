@@ -65,7 +65,8 @@ class Conversation:
         """All that is said. Conversations that are equal in it are the same."""
         if self.plain is not None:
             return self.plain
-        calls = [json.dumps(m["tool_calls"], sort_keys=True) for m in self.messages if "tool_calls" in m]
+        # A table may hold dates and the like among the arguments.
+        calls = [json.dumps(m["tool_calls"], sort_keys=True, default=str) for m in self.messages if "tool_calls" in m]
         return "\n".join([*(f"{m['role']}: {m['content']}" for m in self.messages), *calls])
 
 
@@ -215,6 +216,8 @@ def _message(raw: Any, where: str) -> Message:
     calls = message.get("tool_calls") or None
     message.pop("tool_calls", None)
     if calls is not None:
+        if not isinstance(calls, list):
+            raise InvalidRow(f"{where}: tool_calls must be a list, got {calls!r:.100}.", reason="tool_calls")
         message["tool_calls"] = [_tool_call(call, where) for call in calls]
         content = "" if content is None else content
     if not isinstance(content, str) or (not calls and role in ("user", "assistant")):
@@ -241,7 +244,7 @@ def _tool_call(call: Any, where: str) -> dict[str, Any]:
     if isinstance(arguments, str):
         try:
             arguments = json.loads(arguments)
-        except json.JSONDecodeError as error:
+        except (ValueError, RecursionError) as error:
             raise InvalidRow(f"{where}: a tool call's arguments are not JSON: {error}.", reason="tool_calls") from None
     return {"type": "function", **call, "function": {**function, "arguments": arguments}}
 
@@ -250,13 +253,18 @@ def _tools(raw: Any, where: str) -> list[dict[str, Any]] | None:
     if isinstance(raw, str):
         try:
             raw = json.loads(raw) if raw.strip() else None
-        except json.JSONDecodeError as error:
+        except (ValueError, RecursionError) as error:
             raise InvalidRow(f"{where}: tools are not JSON: {error}.", reason="tools") from None
     if not raw:
         return None
-    if not isinstance(raw, list) or not all(isinstance(tool, Mapping) for tool in raw):
+    if not isinstance(raw, list) or not all(map(_is_tool, raw)):
         raise InvalidRow(f"{where}: tools must be a list of JSON schemas, got {raw!r:.100}.", reason="tools")
     return [_without_nulls(tool) for tool in raw]
+
+
+def _is_tool(raw: Any) -> bool:
+    function = raw.get("function", raw) if isinstance(raw, Mapping) else None
+    return isinstance(function, Mapping) and isinstance(function.get("name"), str | None)
 
 
 def _check_assistant(conversation: Conversation, *, where: str) -> None:

@@ -207,7 +207,10 @@ def build_datasets(
     )
 
     def make(row: Row) -> Sample | str:
-        prompt, ids = chat.render(row.question)
+        try:
+            prompt, ids = chat.render(row.question)
+        except DataError as error:
+            raise DataError(f"{row.id}: {error}") from error
         if len(ids) > max_prompt_tokens:
             return "too_long"
         return Sample(id=row.id, prompt=prompt, prompt_ids=ids, target=row.target, question=row.text)

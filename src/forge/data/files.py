@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import codecs
 import contextlib
 import json
 import logging
+import mmap
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -68,6 +71,8 @@ class Tables:
                 saved = datasets.load_from_disk(str(self._local))
                 table = saved[split] if isinstance(saved, datasets.DatasetDict) else saved
                 return table.to_iterable_dataset() if self._streaming else table
+            for file in self._json_files():
+                refuse_null_rows(file)
             return _load(**self._arguments, split=split, streaming=self._streaming)
 
     def _open_local(self, name: str | None) -> None:
@@ -122,16 +127,45 @@ class Tables:
                 raise DataError(f"dataset.path {self.path!r} is empty: it has no rows.") from error
             first = str(error.__cause__ or error).strip().partition("\n")[0]
             raise DataError(
-                self._bad_json_line() or f"dataset.path {self.path!r} cannot be read: {type(error).__name__}: {first}"
+                self._bad_json_line(error)
+                or f"dataset.path {self.path!r} cannot be read: {type(error).__name__}: {first}"
             ) from error
 
-    def _bad_json_line(self) -> str | None:
-        """The first line of the local JSON-lines files that is not a JSON object."""
-        files = [self._local] if self._local.is_file() else sorted(self._local.rglob("*"))
-        for file in files:
-            if FORMATS.get(file.suffix) == "json" and (problem := find_bad_line(file)):
+    def _bad_json_line(self, error: BaseException) -> str | None:
+        """The first line of the local JSON-lines files that is not a JSON object, or lacks a key that others have."""
+        if isinstance(error, OSError):  # then the files themselves cannot be read, and say so
+            return None
+        for file in self._json_files():
+            if problem := find_bad_line(file):
+                return problem
+            # `datasets` takes the keys of the first line for those of all.
+            if isinstance(error, KeyError) and error.args and (problem := _line_without(file, error.args[0])):
                 return problem
         return None
+
+    def _json_files(self) -> list[Path]:
+        """Of a local data set; none of one on the hub."""
+        files = [self._local] if self._local.is_file() else sorted(self._local.rglob("*"))
+        return [file for file in files if FORMATS.get(file.suffix) == "json" and file.is_file()]
+
+
+def refuse_null_rows(file: Path) -> None:
+    """pyarrow 26 ends the process (SIGSEGV) where the first row of a block is null, so none may be.
+
+    Raises:
+        DataError: with the number of the line.
+    """
+    if not file.stat().st_size:
+        return
+    with file.open("rb") as opened, mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as content:
+        first = re.match(rb"\s*(\[?)\s*(null)?", content)
+        assert first is not None
+        start = first.start(2)
+        if start < 0 and not first[1]:  # a document may have a null in a line of its own, deep within
+            start = content.find(b"\nnull") + 1 or -1
+        if start >= 0:
+            line = content[:start].count(b"\n") + 1
+            raise DataError(f"{file}, line {line}: must be a JSON object, got null. Remove it.")
 
 
 def find_bad_line(file: Path) -> str | None:
@@ -140,28 +174,59 @@ def find_bad_line(file: Path) -> str | None:
     >>> find_bad_line(Path("rows.jsonl"))       # {"a": 1} in the first line, {"a": in the second
     'rows.jsonl, line 2: not valid JSON: Expecting value at column 7. Fix or remove the line.'
     """
+    blank = None
     with file.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             if number == 1 and line.lstrip()[:1] == b"[":
                 return _bad_document(file)
-            try:
-                if line.strip() and not isinstance(json.loads(line), dict):
-                    return f"{file}, line {number}: must be a JSON object, got {line.strip()[:80]!r}."
-            except json.JSONDecodeError as error:
-                where = f"{file}, line {number}"
-                return f"{where}: not valid JSON: {error.msg} at column {error.colno}. Fix or remove the line."
-            except UnicodeDecodeError as error:
-                return f"{file}, line {number}: not valid UTF-8: {error.reason} at byte {error.start}."
+            if not line.strip():
+                blank = blank or number
+            elif problem := _problem_of(line):
+                return f"{file}, line {number}: {problem}"
+    return blank and f"{file}, line {blank}: is empty. Remove the line."
+
+
+def _problem_of(line: bytes) -> str | None:
+    """What is wrong with one line of JSON lines: what JSON does not allow, and what `datasets` does not take."""
+    if line.startswith(codecs.BOM_UTF8):
+        return "begins with a byte-order mark. Save the file as UTF-8 without one."
+    try:
+        record = json.loads(line.decode())
+        if not isinstance(record, dict):
+            return f"must be a JSON object, got {line.strip()[:80]!r}."
+        json.dumps(record, ensure_ascii=False, allow_nan=False).encode()
+    except json.JSONDecodeError as error:
+        return f"not valid JSON: {error.msg} at column {error.colno}. Fix or remove the line."
+    except UnicodeDecodeError as error:
+        return f"not valid UTF-8: {error.reason} at byte {error.start}."
+    except UnicodeEncodeError as error:
+        return f"holds {error.object[error.start]!r}, half of a character. Fix or remove the line."
+    except RecursionError:
+        return "is nested too deeply. Fix or remove the line."
+    except ValueError:
+        return "holds a number that is not finite, or too long. Fix or remove the line."
+    return None
+
+
+def _line_without(file: Path, key: str) -> str | None:
+    """The first line that does not have `key`."""
+    with file.open("rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            record = json.loads(line) if line.strip() else {key: None}
+            if isinstance(record, dict) and key not in record:
+                return f"{file}, line {number}: has no {key!r}. Give it one, null if there is no value."
     return None
 
 
 def _bad_document(file: Path) -> str | None:
     try:
-        json.loads(file.read_bytes())
+        json.loads(file.read_bytes().decode())
     except json.JSONDecodeError as error:
         return f"{file}, line {error.lineno}: not valid JSON: {error.msg} at column {error.colno}."
     except UnicodeDecodeError as error:
         return f"{file}: not valid UTF-8: {error.reason} at byte {error.start}."
+    except (ValueError, RecursionError) as error:
+        return f"{file}: {error}."
     return None
 
 

@@ -139,7 +139,15 @@ def table_rows(table: Any, *, reader: RowReader[R], label: str) -> Source[R]:
         if len(table) == 0:
             raise DataError(f"{label} is empty: it has no rows.")
         make = reader(table.column_names)
-        return IndexedRows(size=len(table), get=lambda index: make(table[index], index))
+
+        def get(index: int) -> R | str:
+            try:
+                values = table[index]
+            except Exception as error:  # a date that Python does not have, a picture that is damaged
+                raise DataError(f"Reading row {index} of {label} failed: {type(error).__name__}: {error}") from error
+            return make(values, index)
+
+        return IndexedRows(size=len(table), get=get)
 
     names = table.column_names or list(next(iter(_guarded(iter(table), label)), {}))
     if not names:
@@ -213,9 +221,8 @@ def _row(values: Mapping[str, Any], index: int, prompt: str, target: str, label:
 
 def _check_conversation(messages: list[Any], column: str, where: str) -> None:
     rule = "must be text or a list of {role, content} that ends with the user's turn"
-    if not all(isinstance(m, Mapping) and {"role", "content"} <= set(m) for m in messages):
-        raise DataError(f"Column {column} {rule}, but {where} holds {messages!r:.200}.")
-    if not messages or messages[-1]["role"] != "user" or not all(isinstance(m["content"], str) for m in messages):
+    said = [(m.get("role"), m.get("content")) if isinstance(m, Mapping) else (None, None) for m in messages]
+    if not said or said[-1][0] != "user" or not all(isinstance(part, str) for pair in said for part in pair):
         raise DataError(f"Column {column} {rule}, but {where} holds {messages!r:.200}.")
 
 
