@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import sys
 import time
 from collections import deque
@@ -45,7 +46,8 @@ class Console:
         steps: how many optimizer steps the run has in all.
         start_step: how many were done before, in a resumed run.
         stream: where to write; standard output by default.
-        live: True draws on the terminal, False prints lines; None decides by whether `stream` is a terminal.
+        live: True draws on the terminal, False prints lines; None decides by whether `stream` is a terminal. Without
+            Unicode there are lines only.
         enabled: False shows warnings and the summary only (`metrics.console: false`).
 
     Example, not on a terminal:
@@ -68,7 +70,9 @@ class Console:
         enabled: bool = True,
     ) -> None:
         out = stream or sys.stdout
+        self._encoding = out.encoding or "utf-8"
         is_terminal = out.isatty() if live is None else live
+        is_terminal = is_terminal and self._encoding.lower().startswith("utf")  # rich draws with what ASCII has not
         # Without a terminal rich would wrap lines at 80 columns and, told so by the environment, still write colours.
         self._rich = RichConsole(file=out, force_terminal=is_terminal, no_color=None if is_terminal else True)
         self._out = out
@@ -103,7 +107,7 @@ class Console:
         """Says what is going on now; it is over when the next phase or step comes."""
         self._end_phase()
         now = time.monotonic()
-        self._phase = (text, now)
+        self._phase = (printable(text, encoding=self._encoding), now)
         if not self._live:
             self._line(f"[{duration(now - self._began)}] {text} ...", routine=True)
 
@@ -175,6 +179,7 @@ class Console:
     def _line(self, text: str, *, style: str = "", routine: bool = False) -> None:
         if routine and not self._enabled:
             return
+        text = printable(text, encoding=self._encoding)
         if self._rich.is_terminal:
             self._rich.print(Text(text, style=style))
         else:
@@ -205,6 +210,20 @@ class Console:
             text, since = self._phase
             rows.append(Text(f"{text} ... {duration(time.monotonic() - since)}", style="cyan"))
         return Stack(*rows)
+
+
+def printable(text: str, *, encoding: str) -> str:
+    r"""The text without what a terminal would obey, and without what the encoding has no bytes for: a warning may quote
+    what a model said.
+
+    >>> printable("\x1b[31mred", encoding="utf-8")
+    '\\x1b[31mred'
+    """
+    text = _CONTROL.sub(lambda match: repr(match.group())[1:-1], text)
+    return text.encode(encoding, "backslashreplace").decode(encoding)
+
+
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 def shown(values: Values) -> list[tuple[str, str]]:

@@ -6,6 +6,7 @@ import contextlib
 import json
 import math
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TextIO
@@ -33,7 +34,13 @@ def strict_json(record: Mapping[str, Any]) -> str:
     >>> strict_json({"step": 1.0, "loss": float("nan")})
     '{"step": 1, "loss": null}'
     """
-    return json.dumps(_plain(record), ensure_ascii=False, allow_nan=False)
+    line = json.dumps(_plain(record), ensure_ascii=False, allow_nan=False)
+    # Half of a character, as a sampled byte sequence or a file's name may hold, fits into no UTF-8 file.
+    line = line.encode("utf-8", "replace").decode("utf-8")
+    return _OTHER_LINE_BREAKS.sub(lambda match: f"\\u{ord(match.group()):04x}", line)
+
+
+_OTHER_LINE_BREAKS = re.compile("[\x85\u2028\u2029]")  # at which str.splitlines() would cut a JSON object in two
 
 
 def _plain(value: Any) -> Any:

@@ -90,8 +90,6 @@ def _record(episode: Episode) -> dict[str, object]:
 
 
 def _bounded(text: str) -> str:
-    # A sampled byte sequence may decode to a lone surrogate, which no UTF-8 file can hold.
-    text = text.encode("utf-8", "replace").decode("utf-8")
     if len(text) <= LONGEST_TEXT:
         return text
     half = LONGEST_TEXT // 2
