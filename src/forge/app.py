@@ -75,7 +75,7 @@ class Run(Generic[C]):
         from forge.observability.environment import describe_environment, write_environment
         from forge.observability.health import HealthMonitor
         from forge.observability.metrics import Metrics
-        from forge.observability.redaction import redact, redact_text
+        from forge.observability.redaction import redact
         from forge.observability.rollout_log import RolloutLog
         from forge.observability.sinks import open_sinks
 
@@ -85,7 +85,8 @@ class Run(Generic[C]):
         self._refuse_other_run()
         self.resume_from = self.checkpoints.latest()
         self.start_step = int(load_state(self.resume_from)["step"]) if self.resume_from else 0
-        changed = write_config(self.folder, redact_text(to_yaml(config)), resume_step=self._resume_step)
+        shown = redact(dataclasses.asdict(config))  # what is written down has no secrets
+        changed = write_config(self.folder, to_yaml(shown), resume_step=self._resume_step)
         self.console = Console(steps=config.training.steps, start_step=self.start_step, enabled=config.metrics.console)
         dataset = config.dataset
         environment = describe_environment(
@@ -101,7 +102,7 @@ class Run(Generic[C]):
             tensorboard=config.metrics.tensorboard,
             wandb=config.metrics.wandb,
             wandb_project=config.metrics.wandb_project,
-            config=redact(dataclasses.asdict(config)),
+            config=shown,
             warn=self.console.warn,
         )
         self.rollouts = RolloutLog(self.folder / "rollouts.jsonl", resume_step=self._resume_step)

@@ -55,7 +55,8 @@ def read_model(config: RunConfig, scratch: Path, *, generator: ServiceConfig | N
     folder = model_folder(config.model, scratch)
     check_model(config, check_architecture(read_config(folder)), generator=generator)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder)
+        # Without the False it would ask on the terminal whether the folder's code may run.
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise UserError(f"model {config.model!r} has no tokenizer that can be read: {error}") from error
     with WeightFiles(folder) as files:  # missing or torn weights are told before the actors meet them

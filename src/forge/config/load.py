@@ -9,7 +9,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar, get_origin
@@ -107,8 +107,9 @@ def load_config(cls: type[C], path: str | Path, overrides: Sequence[str] = ()) -
 
 
 def to_yaml(config: Any) -> str:
-    """The config as YAML that loads to the same config again."""
-    return OmegaConf.to_yaml(OmegaConf.create(_escaped(dataclasses.asdict(config))))
+    """The config, or a mapping made of it, as YAML that loads to the same config again."""
+    tree = config if isinstance(config, Mapping) else dataclasses.asdict(config)
+    return OmegaConf.to_yaml(OmegaConf.create(_escaped(tree)))
 
 
 def make_output_dir(output_dir: str | None, *, app: str) -> Path:

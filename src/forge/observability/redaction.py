@@ -23,6 +23,9 @@ _SECRET_VALUE = re.compile(
     r"|\beyJ[A-Za-z0-9_-]{10,}\.[A-Za-z0-9_-]{10,}\.[A-Za-z0-9_-]*"  # JSON web tokens
 )
 _URL_PASSWORD = re.compile(r"(?<=://)[^/\s:@]+:[^/\s@]+(?=@)")
+_URL_SECRET = re.compile(
+    r"(?<=[?&])([\w.-]*(?:token|key|secret|signature|sig|passw(?:or)?d)[\w.-]*=)[^&\s]+", re.IGNORECASE
+)
 _ASSIGNMENT = re.compile(r"^(?P<name>-{0,2}[\w.-]+)=(?P<value>.*)$", re.DOTALL)
 
 
@@ -36,12 +39,12 @@ def looks_secret(name: str) -> bool:
 
 
 def redact_text(text: str) -> str:
-    """`text` with whatever has the form of a known kind of key, or a password in an address, hidden.
+    """`text` with whatever has the form of a known kind of key, or a password or a key in an address, hidden.
 
     >>> redact_text("https://me:pass@host/x")
     'https://<hidden>@host/x'
     """
-    return _URL_PASSWORD.sub(HIDDEN, _SECRET_VALUE.sub(HIDDEN, text))
+    return _URL_SECRET.sub(rf"\1{HIDDEN}", _URL_PASSWORD.sub(HIDDEN, _SECRET_VALUE.sub(HIDDEN, text)))
 
 
 def redact_command(argv: list[str]) -> list[str]:
@@ -59,9 +62,17 @@ def redact_command(argv: list[str]) -> list[str]:
         elif assignment and looks_secret(assignment["name"]):
             shown.append(f"{assignment['name']}={HIDDEN}")
         else:
-            shown.append(redact_text(word))
+            shown.append(_INLINE.sub(_hide_inline, redact_text(word)))
         hide_next = not hide_next and word.startswith("--") and not assignment and looks_secret(word)
     return shown
+
+
+_INLINE = re.compile(r"""(?P<name>[\w.-]+)(?P<colon>["']?\s*:\s*)(?P<value>"[^"]*"|'[^']*'|[^\s,{}\[\]]+)""")
+"""A key of a mapping that is given on the command line: rewards=[{reward: my.Judge, args: {api_key: abc}}]"""
+
+
+def _hide_inline(match: re.Match[str]) -> str:
+    return f"{match['name']}{match['colon']}{HIDDEN}" if looks_secret(match["name"]) else match[0]
 
 
 def redact(value: Any) -> Any:
