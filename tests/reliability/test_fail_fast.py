@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import signal
@@ -13,6 +14,7 @@ import time
 from pathlib import Path
 
 import cloudpickle
+import psutil
 import pytest
 
 from forge.provisioner import Provisioner
@@ -89,13 +91,29 @@ def start(folder: Path, *overrides: str, **environment: str) -> subprocess.Popen
     )
 
 
-def test_two_runs_at_once_both_finish(tmp_path):
+def listening(run: subprocess.Popen[str]) -> set[str]:
+    """The addresses at which a run's processes can be reached, Monarch's and vLLM's own among them."""
+    found = set()
+    with contextlib.suppress(psutil.NoSuchProcess):
+        for process in [psutil.Process(run.pid), *psutil.Process(run.pid).children(recursive=True)]:
+            with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
+                sockets = process.net_connections(kind="inet")
+                found |= {socket.laddr.ip for socket in sockets if socket.status == psutil.CONN_LISTEN}
+    return found
+
+
+def test_two_runs_at_once_both_finish_and_are_reached_over_loopback_only(tmp_path):
     runs = [start(tmp_path / name, "--training.steps", "3") for name in ("a", "b")]
-    for name, run in zip("ab", runs, strict=True):
+    metrics = [tmp_path / name / "metrics.jsonl" for name in ("a", "b")]
+    reached: set[str] = set()
+    while any(run.poll() is None for run in runs) and not all(p.exists() and p.stat().st_size for p in metrics):
+        reached = reached.union(*map(listening, runs))
+        time.sleep(0.5)
+    for path, run in zip(metrics, runs, strict=True):
         out, _ = run.communicate(timeout=200)
         assert run.returncode == 0, out[-3000:]
-        steps = [json.loads(line)["step"] for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
-        assert steps == [1, 2, 3]
+        assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 2, 3]
+    assert reached == {"127.0.0.1"}
 
 
 @pytest.fixture(scope="module")

@@ -183,7 +183,7 @@ def find_bad_line(file: Path) -> str | None:
                 blank = blank or number
             elif problem := _problem_of(line):
                 return f"{file}, line {number}: {problem}"
-    return blank and f"{file}, line {blank}: is empty. Remove the line."
+    return f"{file}, line {blank}: is empty. Remove the line." if blank else None
 
 
 def _problem_of(line: bytes) -> str | None:
