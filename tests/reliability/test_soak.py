@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_a_run_that_loses_processes_of_every_kind_learns_its_task_and_loses_nothing(tmp_path):
-    command = [sys.executable, "-m", "benchmarks.soak", "--steps", "100", "--pause", "6", "10", "--kills", "4"]
+    command = [sys.executable, "-m", "benchmarks.soak", "--steps", "60", "--pause", "4", "7", "--kills", "4"]
     result = subprocess.run(
         [*command, "--folder", str(tmp_path / "s")],
         cwd=ROOT,
