@@ -1,6 +1,6 @@
 """Trained tokens a second of fine-tuning SmolLM2-135M on short samples: packed, each in a row of its own, and padded.
 
-    OMP_NUM_THREADS=2 python -m benchmarks.sft_packing [--json FILE]
+    OMP_NUM_THREADS=2 python -m benchmarks.sft_packing [--samples 32] [--json FILE]
 
 The samples are worked sums, as apps/sft/smollm2_135m.yaml trains them (about 70 tokens), and the same behind user turns
 of evenly spread lengths, as conversations have them. "packed" is `training.packing: true`, common beginnings once;
@@ -30,7 +30,6 @@ from forge.models.build import load_model
 from forge.packing import PackedRow, pack
 
 CONFIG = Path(__file__).parents[1] / "apps" / "sft" / "smollm2_135m.yaml"
-SAMPLES = 32
 LONGEST = 256  # tokens that are put in front of an answer at most, in the uneven batch
 
 
@@ -38,7 +37,7 @@ def alone(inputs: dict[str, torch.Tensor], targets: dict[str, torch.Tensor]) -> 
     return pack(inputs, targets, max_tokens=1, share_prefixes=False, keep_last=False)
 
 
-def worked_sums() -> list[Document]:
+def worked_sums(count: int) -> list[Document]:
     config = load_config(SFTConfig, CONFIG)
     stream, _ = build_documents(
         config.dataset,
@@ -47,7 +46,7 @@ def worked_sums() -> list[Document]:
         seq_len=config.training.seq_len,
         seed=0,
     )
-    return list(itertools.islice(stream, SAMPLES))
+    return list(itertools.islice(stream, count))
 
 
 def uneven(documents: list[Document]) -> list[Document]:
@@ -67,12 +66,14 @@ def one_rank(documents: list[Document]) -> Batch:
 
 
 def main() -> None:
-    options = parser(__doc__).parse_args()
+    command_line = parser(__doc__)
+    command_line.add_argument("--samples", type=int, default=32)
+    options = command_line.parse_args()
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", len(os.sched_getaffinity(0)))))
     model = load_model(
         str(SMOLLM2), parallelism=ParallelismConfig(), dtype="float32", device="cpu", seq_len=1024, trainable=True
     )
-    sums = worked_sums()
+    sums = worked_sums(options.samples)
     batches = {"worked sums": one_rank(sums), "behind 0 to 256 tokens": one_rank(uneven(sums))}
     ways: dict[str, Callable[..., list[PackedRow]]] = {"packed": shared, "alone": alone, "padded": padded}
     rows = []
@@ -89,7 +90,7 @@ def main() -> None:
             took = median_of(seconds[way])
             rows.append(
                 {
-                    "batch": f"{SAMPLES} {name}",
+                    "batch": f"{options.samples} {name}",
                     "way": way,
                     "computed": sum(row.num_tokens for row in make(*batch)),
                     "trained": trained,
