@@ -37,6 +37,7 @@ class InstantGenerator(ForgeActor):
 
     def __init__(self) -> None:
         self.tokens = 0
+        self.version = 0
         self.random = random.Random(0)
 
     async def generate(self, prompt: list[int], *, n: int = 1, **sampling: Any) -> list[Completion]:
@@ -44,12 +45,16 @@ class InstantGenerator(ForgeActor):
         made = []
         for _ in range(n):
             ids = [self.random.randrange(40_000) for _ in range(TOKENS)]
-            metadata = {"policy_version": 0, "policy_version_max": 0, "finish_reason": "stop"}
+            metadata = {
+                "policy_version": self.version,
+                "policy_version_max": self.version,
+                "finish_reason": "stop",
+            }
             made.append(Completion(text=str(ids[0] % 2), token_ids=ids, logprobs=[-1.0] * TOKENS, metadata=metadata))
         return made
 
     async def update_weights(self, version: int, *, rollback: bool) -> None:
-        pass
+        self.version = version
 
     async def stats(self) -> dict[str, float]:
         return {"generated_tokens": self.tokens, "busy_s": 0.0, "idle_s": 0.0}
