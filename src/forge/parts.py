@@ -151,7 +151,7 @@ def requests(services: Services, turns: Turns = MappingProxyType({})) -> list[Re
             with_gpus=s.with_gpus,
             threads=s.threads,
             heavy=name != "reward",
-            takes_idle_cores=name == "generator",
+            takes_idle_cores=name in ("trainer", "generator"),
             turns_with=turns.get(name),
         )
         for name, s in services.items()

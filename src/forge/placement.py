@@ -221,9 +221,9 @@ def threads_per_process(cores: int, requests: Sequence[Request]) -> dict[str, in
     compute on a GPU. Never less than one. Services that take turns leave each other the whole of their share.
 
     Example:
-        >>> threads_per_process(2, [Request(service="trainer"), Request(service="generator", takes_idle_cores=True),
+        >>> threads_per_process(2, [Request(service="ref_model"), Request(service="generator", takes_idle_cores=True),
         ...                         Request(service="reward", heavy=False)])
-        {'trainer': 1, 'generator': 2, 'reward': 1}
+        {'ref_model': 1, 'generator': 2, 'reward': 1}
     """
 
     def share(request: Request) -> int:

@@ -140,7 +140,7 @@ class ServiceConfig:
     hosts: PositiveInt = 1
     """Machines that one replica spans."""
     threads: PositiveInt | None = None
-    """CPU threads of one process; null shares the machine's cores out, but a generator on the CPU gets them all."""
+    """CPU threads of one process; null shares the cores out, but a trainer or generator on the CPU gets them all."""
 
 
 @dataclass(kw_only=True, slots=True)
