@@ -123,7 +123,7 @@ def test_rank_0_holds_the_weights_once_and_another_rank_one_tensor_at_a_time(out
     assert whole > 150e6
     first, other = [read(out, f"{layout} memory {rank}") for rank in range(2)]
     # Once is 157 MB. Beside it: tensors on their way, what the allocator keeps, and at first the code that is read.
-    for what, copies, spare in (("first", 1.0, 100e6), ("again", 0.0, 48e6), ("bfloat16", 0.5, 48e6)):
+    for what, copies, spare in (("first", 1.0, 100e6), ("again", 0.0, 64e6), ("bfloat16", 0.5, 64e6)):
         assert first[what] < copies * whole + spare, what
         assert other[what] < spare, what
     if layout == "fsdp2":  # it is measured at all; layouts that follow in the same processes reuse what this one freed
