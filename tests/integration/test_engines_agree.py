@@ -28,8 +28,18 @@ HAS_BF16 = resolve_dtype("auto", with_gpus=False) == "bfloat16" or os.environ.ge
 DTYPES = ["float32", *(["bfloat16"] if HAS_BF16 else [])]
 TEMPERATURES = [1.0, 0.7]
 BOUND = {"float32": 1e-4, "bfloat16": 0.05}
-# In bfloat16 the mean over the 50 tokens of one prompt varies by half: four prompts give some 190.
-PROMPTS = ["The three largest cities of France are", "Water boils at", "My favourite book is", "def main():"]
+# In bfloat16 the mean over the 50 tokens of one prompt varies by half. 3,000 give it to 0.0015.
+PROMPTS = [
+    "The three largest cities of France are",
+    "Water boils at",
+    "My favourite book is",
+    "def main():",
+    "In 1990 the",
+    "To bake bread you",
+    "3 + 4 =",
+    "She said that",
+]
+SAMPLES = {"float32": 2, "bfloat16": 16}
 
 
 @pytest.fixture(scope="module")
@@ -46,11 +56,14 @@ def sampled(request, smollm2) -> tuple[str, dict[float, list[Group]]]:
     prompts = AutoTokenizer.from_pretrained(smollm2)(PROMPTS).input_ids
 
     async def sample():
-        generator = Generator(model=smollm2, dtype=request.param, max_model_len=64, max_num_seqs=16, seed=1)
+        generator = Generator(model=smollm2, dtype=request.param, max_model_len=64, max_num_seqs=64, seed=1)
         await generator.setup()
         said = {
             t: await asyncio.gather(
-                *(generator.generate(prompt, n=4, temperature=t, max_new_tokens=12) for prompt in prompts)
+                *(
+                    generator.generate(prompt, n=SAMPLES[request.param], temperature=t, max_new_tokens=24)
+                    for prompt in prompts
+                )
             )
             for t in TEMPERATURES
         }
@@ -70,7 +83,7 @@ def sampled(request, smollm2) -> tuple[str, dict[float, list[Group]]]:
         )
 
     def group(number: int, completions) -> Group:
-        values = advantages([0.0, 1.0, 0.0, 1.0], kind="grpo")
+        values = advantages([0.0, 1.0] * (len(completions) // 2), kind="grpo")
         episodes = [episode(prompts[number], c, a) for c, a in zip(completions, values, strict=True)]
         return Group(id=number, sample_id="", episodes=episodes)
 

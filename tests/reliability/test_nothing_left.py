@@ -26,6 +26,8 @@ class Messy(ForgeActor):
         self.socket = socket.create_server(("127.0.0.1", 0))
         tempfile.mkstemp()
         tempfile.mkdtemp(prefix=shared_name(), dir="/dev/shm")
+        _, meeting = tempfile.mkstemp(prefix="vllm_dist_")  # as vLLM does, and names the next after it
+        open(f"/dev/shm/{os.path.basename(meeting)}-tp:0-[0-1]-cpushm_0", "w").close()
         detached = subprocess.Popen(["sleep", "600"], start_new_session=True)
         return os.getpid(), detached.pid, self.socket.getsockname()[1]
 
@@ -78,6 +80,10 @@ def test_a_killed_controller_leaves_nothing_though_one_actor_is_stopped_and_anot
     with controller(temporary) as (process, started):
         janitor = janitor_of(process)
         (folder,) = temporary.iterdir()
+        of_vllm = [
+            path for meeting in folder.glob("vllm_dist_*") for path in Path("/dev/shm").glob(f"{meeting.name}-*")
+        ]
+        assert len(of_vllm) == 2
         pids = [pid for actor, detached, _ in started for pid in (actor, detached)]
         ports = {port for _, _, port in started}
         assert ports <= listening()
@@ -87,6 +93,7 @@ def test_a_killed_controller_leaves_nothing_though_one_actor_is_stopped_and_anot
         assert gone([*pids, janitor.pid])
         assert list(temporary.iterdir()) == []
         assert not list(Path("/dev/shm").glob(f"forge-weights-{folder.name}-*"))
+        assert not any(path.exists() for path in of_vllm)
         assert not ports & listening()
 
 

@@ -74,7 +74,11 @@ class VllmEngine:
         with warnings.catch_warnings():  # its imports use deprecated names
             warnings.simplefilter("ignore", FutureWarning)
             self._llm = LLMEngine.from_vllm_config(config, disable_log_stats=True)
-        self._rendezvous: str = self._llm.collective_rpc("forge_rendezvous")[0]
+        self._rendezvous = Path(self._llm.collective_rpc("forge_rendezvous")[0].removeprefix("file://"))
+        # On a CPU its workers exchange tensors through shared memory, which all have mapped by now: without a name it
+        # goes when they do, however they end.
+        for name in Path("/dev/shm").glob(f"{self._rendezvous.name}-*"):
+            name.unlink(missing_ok=True)
         if settings.device == "cpu":
             self._llm.collective_rpc("forge_patch")
         self._llm.set_weight_version(str(self.version))
@@ -175,7 +179,7 @@ class VllmEngine:
         try:
             self._llm.engine_core.shutdown()
         finally:
-            Path(self._rendezvous.removeprefix("file://")).unlink(missing_ok=True)  # vLLM leaves it
+            self._rendezvous.unlink(missing_ok=True)  # vLLM leaves it
 
     def _end_with_the_workers(self) -> None:
         """Waits for the first of vLLM's worker processes to end, and ends this one with it: the replica dies as a

@@ -70,6 +70,11 @@ def remove(folder: str) -> None:
     """The folder, and what its run kept in shared memory."""
     for path in glob.glob(f"/dev/shm/{SHARED_MEMORY}{os.path.basename(folder)}-*"):
         shutil.rmtree(path, ignore_errors=True)
+    # A generator that ended while it started: vLLM names its shared memory after the file at which its workers meet.
+    for meeting in glob.glob(f"{folder}/vllm_dist_*"):
+        for path in glob.glob(f"/dev/shm/{os.path.basename(meeting)}-*"):
+            with contextlib.suppress(OSError):
+                os.unlink(path)
     shutil.rmtree(folder, ignore_errors=True)
 
 
