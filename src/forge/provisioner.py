@@ -186,6 +186,8 @@ class Provisioner:
             env={
                 "OMP_NUM_THREADS": n_threads,
                 "MKL_NUM_THREADS": n_threads,
+                # Processes share cores: a thread that spins while it waits for its share of a product slows another's.
+                "OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY", "PASSIVE"),
                 "PYTHONPATH": python_path(),
                 **(env or {}),
             },

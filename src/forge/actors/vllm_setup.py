@@ -41,8 +41,6 @@ def configure_environment(model: str, *, device: str) -> None:
         defaults |= {
             # vLLM would pin every generator to the same first cores, the trainer's too.
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-            # Idle OpenMP threads must sleep: the cores are shared with the trainer.
-            "OMP_WAIT_POLICY": "PASSIVE",
             "GLOO_SOCKET_IFNAME": "lo",
         }
     if Path(model).is_dir():
