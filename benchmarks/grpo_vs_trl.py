@@ -4,10 +4,11 @@
     python -m benchmarks.grpo_vs_trl --learning {toy,sums} [--repetitions 3] [--json FILE]
 
 Both sides: the same prompts in the same order, 4 prompts × 8 samples a step, at most 32 new tokens, the same reward,
-loss, learning rate and number of optimizer steps, float32, each with its best thread setting (TRL: all cores; forge:
-the config's). Two kinds of prompt: the question alone, and 512 tokens with worked examples in front. The reward (the
-share of digits) differs between any two answers, so that no group is skipped by either. Time counts from the moment
-that everything has started to the end of the last step; start-up is reported apart.
+loss, learning rate and number of optimizer steps; bfloat16 with float32 weights where the CPU multiplies bfloat16, else
+float32; each with its best thread setting (TRL: all cores; forge: the config's). Two kinds of prompt: the question
+alone, and 512 tokens with worked examples in front. The reward (the share of digits) differs between any two answers,
+so that no group is skipped by either. Time counts from the moment that everything has started to the end of the last
+step; start-up is reported apart.
 
 `--learning` compares what is learned instead: held-out reward, judged by the same engine, after the same number of
 steps of each side: 40 of `apps/grpo/toy.yaml` on one tiny random model, a few minutes, or 20 of the task of `make grpo`
@@ -73,7 +74,7 @@ def recipe(*, examples: int, rewards: list[Any] | None, seq_len: int) -> dict[st
 SETTINGS: dict[str, dict[str, Any]] = {
     "question alone": {
         "config": recipe(examples=0, rewards=["benchmarks.grpo_vs_trl.share_of_digits"], seq_len=128),
-        "steps": 3,
+        "steps": 6,
     },
     "512-token prompt": {
         "config": recipe(examples=13, rewards=["benchmarks.grpo_vs_trl.share_of_digits"], seq_len=640),

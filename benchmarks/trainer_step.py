@@ -2,10 +2,11 @@
 
     OMP_NUM_THREADS=2 python -m benchmarks.trainer_step [--json FILE]
 
-Forward, backward, clipping and AdamW, float32. "padded" computes every place of the [B, P + R] rectangle, as other
-trainers do; "packed" no padding; "shared" each common prefix once, which is what the trainer does. FLOPs are the useful
-ones of unique tokens, the same for the three, so the last column says how much of the machine's matrix-product speed,
-measured just before in the same threads, arrives in learning. Medians of three, the ways alternating.
+Forward, backward, clipping and AdamW, in float32, and in bfloat16 where the CPU multiplies it. "padded" computes every
+place of the [B, P + R] rectangle, as other trainers do; "packed" no padding; "shared" each common prefix once, which is
+what the trainer does. FLOPs are the useful ones of unique tokens, the same for the three, so the last column says how
+much of the machine's matrix-product speed, measured just before in the same threads, arrives in learning. Medians of
+three, the ways alternating.
 """
 
 from __future__ import annotations
@@ -14,8 +15,10 @@ import os
 import random
 import time
 from collections.abc import Callable
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from benchmarks.report import SMOLLM2, median_of, parser, report
@@ -27,15 +30,16 @@ from forge.models.build import LoadedModel, load_model
 from forge.models.flops import training_flops
 from forge.objective import Objective, OneRank
 from forge.packing import PackedRow, pack, pack_documents
+from forge.precision import cpu_multiplies_bfloat16
 from forge.types import Episode, Group
 
 MAX_TOKENS = 4096
 Batch = tuple[dict[str, Tensor], dict[str, Tensor]]
 
 
-def matmul_gflops(size: int = 1024) -> float:
+def matmul_gflops(dtype: str, size: int = 1024) -> float:
     """What a large matrix product reaches on this process's threads: the best of several, by the clock on the wall."""
-    a = torch.randn(size, size)
+    a = torch.randn(size, size).to(getattr(torch, dtype))
     best = float("inf")
     for _ in range(8):
         started = time.perf_counter()
@@ -111,11 +115,10 @@ def steps_of(model: LoadedModel, batch: Batch, *, loss: nn.Module | None = None)
     return step
 
 
-def main() -> None:
-    options = parser(__doc__).parse_args()
-    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", len(os.sched_getaffinity(0)))))
+def measure(dtype: str) -> list[dict[str, Any]]:
+    """The rows of one number format."""
     model = load_model(
-        str(SMOLLM2), parallelism=ParallelismConfig(), dtype="float32", device="cpu", seq_len=1024, trainable=True
+        str(SMOLLM2), parallelism=ParallelismConfig(), dtype=dtype, device="cpu", seq_len=1024, trainable=True
     )
     batches = {
         "8 × (128 + 8 to 32)": (
@@ -131,7 +134,8 @@ def main() -> None:
             (shared,),
         ),
     }
-    rows, ceilings = [], []
+    rows: list[dict[str, Any]] = []
+    ceilings = []
     for name, (batch, ways) in batches.items():
         step = steps_of(model, batch)
         flops = training_flops(model.architecture, shared(*batch))
@@ -139,39 +143,50 @@ def main() -> None:
         seconds: dict[str, list[float]] = {way.__name__: [] for way in ways}
         for _ in range(3):
             for way in ways:
-                ceilings.append(matmul_gflops())
+                ceilings.append(matmul_gflops(dtype))
                 seconds[way.__name__].append(step(way(*batch)))
         for way in ways:
             took = median_of(seconds[way.__name__])
             computed, unique = (sum(r.num_tokens for r in w(*batch)) for w in (way, shared))
             rows.append(
                 {
+                    "dtype": dtype,
                     "batch": name,
                     "way": way.__name__,
                     "tokens": computed,
                     "seconds": took,
                     "unique_per_s": unique / took,
                     "gflops": flops / took / 1e9,
-                    "share": flops / took / 1e9 / max(ceilings),
                 }
             )
+    return [row | {"ceiling": max(ceilings), "share": row["gflops"] / max(ceilings)} for row in rows]
+
+
+def main() -> None:
+    options = parser(__doc__).parse_args()
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", len(os.sched_getaffinity(0)))))
+    rows = measure("float32")
+    if cpu_multiplies_bfloat16():
+        # FSDP2, which keeps the float32 weights, wants a process group.
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        rows += measure("bfloat16")
     report(
         "trainer_step",
         rows,
         columns={
+            "dtype": "dtype",
             "batch": "prompts and responses, tokens",
             "way": "way",
             "tokens": "tokens computed:,",
             "seconds": "s:.2f",
             "unique_per_s": "unique tokens/s:,.0f",
             "gflops": "useful GFLOP/s:.1f",
-            "share": "of the ceiling:.0%",
+            "ceiling": "ceiling:.0f",
+            "share": "reached:.0%",
         },
         json_path=options.json,
         threads=torch.get_num_threads(),
-        ceiling_gflops=max(ceilings),
     )
-    print(f"ceiling: {max(ceilings):.0f} GFLOP/s in {torch.get_num_threads()} threads")
 
 
 if __name__ == "__main__":

@@ -25,6 +25,7 @@ from forge.actors.trainer import learning_rate_factor
 from forge.config import GRPOConfig, parse_args
 from forge.data.datasets import build_datasets
 from forge.data.rewards import build_rewards, score
+from forge.precision import resolve_dtype
 
 ROWS_TOKENS = 2200
 """Tokens of one micro-batch, prompts and padding included: more does not make it faster on two cores, and takes 1.5 MB
@@ -54,13 +55,13 @@ class StepLog(TrainerCallback):
 
 
 def trl_config(config: GRPOConfig, folder: Path, *, micro_batch: int) -> TRLConfig:
-    """The same run in TRL's words; float32, no gradient checkpointing, no logging elsewhere: its fastest on a CPU."""
+    """The same run in TRL's words, without gradient checkpointing or logging elsewhere: its fastest on a CPU."""
     training, grpo = config.training, config.grpo
     episodes = config.groups_per_step * grpo.n_samples
     return TRLConfig(
         output_dir=str(folder),
         use_cpu=True,
-        bf16=False,
+        bf16=resolve_dtype(training.dtype, with_gpus=False) == "bfloat16",
         gradient_checkpointing=False,
         per_device_train_batch_size=micro_batch,
         gradient_accumulation_steps=episodes // micro_batch,

@@ -2,10 +2,11 @@
 
     python -m benchmarks.weight_sync [--json FILE]
 
-SmolLM2-135M in float32 (538 MB; 269 MB in bfloat16), three real processes: this one publishes as a trainer does, one
-keeps the weights, a generator takes them over and samples a token. "TorchStore put/get" puts the same tensors one by
-one with TorchStore's client and gets them in the generator's process. The yardstick is two memory copies of that size
-plus vLLM's own reload from memory. Medians of three, in turn, after one round to warm up.
+SmolLM2-135M in the generator's dtype (538 MB in float32; 269 MB in bfloat16, where the CPU multiplies it), three real
+processes: this one publishes as a trainer does, one keeps the weights, a generator takes them over and samples a token.
+"TorchStore put/get" puts the same tensors one by one with TorchStore's client and gets them in the generator's process.
+The yardstick is two memory copies of that size plus vLLM's own reload from memory. Medians of three, in turn, after one
+round to warm up.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from torch import Tensor
 from benchmarks.report import SMOLLM2, median_of, parser, report
 from forge.actors.generator import Generator
 from forge.models.hf_folder import WeightFiles
+from forge.precision import resolve_dtype
 from forge.provisioner import Provisioner
 from forge.service.handles import Service
 from forge.weights import WeightStore
@@ -117,27 +119,30 @@ async def one_round(
     }
 
 
-async def measure() -> tuple[list[dict[str, float]], float]:
+async def measure() -> tuple[list[dict[str, float]], float, str]:
     torch.set_num_threads(1)
+    dtype = resolve_dtype("auto", with_gpus=False)
     with WeightFiles(SMOLLM2) as files:
         shapes = files.shapes().items()
-        weights = {name: files.read(name, offsets=[0] * len(s), shape=s).float() for name, s in shapes}
+        weights = {
+            name: files.read(name, offsets=[0] * len(s), shape=s).to(getattr(torch, dtype)) for name, s in shapes
+        }
     megabytes = sum(t.numel() * t.element_size() for t in weights.values()) / 1e6
     with tempfile.TemporaryDirectory() as logs:
         async with Provisioner(log_dir=Path(logs)) as provisioner:
             store = await WeightStore.start()
             generator = await TimedGenerator.options(name="generator", threads=2).as_service(
-                model=str(SMOLLM2), dtype="float32", max_model_len=64, max_num_seqs=8, weights=store
+                model=str(SMOLLM2), dtype=dtype, max_model_len=64, max_num_seqs=8, weights=store
             )
             client = await plain_client(provisioner)
             rounds = [await one_round(v, weights, store, generator, client) for v in range(1, ROUNDS + 2)][1:]
             await generator.shutdown()
-    return rounds, megabytes
+    return rounds, megabytes, dtype
 
 
 def main() -> None:
     options = parser(__doc__).parse_args()
-    rounds, megabytes = asyncio.run(measure())
+    rounds, megabytes, dtype = asyncio.run(measure())
     middle = {name: median_of([r[name] for r in rounds]) for name in rounds[0]}
     yardstick = 2 * middle["memcpy"] + middle["reload"]
     names = {
@@ -163,6 +168,7 @@ def main() -> None:
             "of": "of two copies + reload:.2f",
         },
         json_path=options.json,
+        dtype=dtype,
         megabytes=megabytes,
         rounds=rounds,
         limit=LIMIT,

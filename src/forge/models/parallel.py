@@ -100,8 +100,8 @@ def apply_fsdp(module: Qwen3Model, dims: ParallelDims, *, param_dtype: torch.dty
     mesh = dims.get_mesh(names)
     # Reductions in float32: gradients of many short responses are small beside each other's rounding in bf16.
     policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
-    # Alone on a CPU it only keeps the float32 weights: rounding them once a step instead of twice is a tenth of a step of
-    # 300 tokens, and so is dividing the gradients by 1.
+    # Alone on a CPU it only keeps the float32 weights. Rounding them twice a step instead of once is a tenth of a step
+    # of 300 tokens, and so is dividing the gradients by 1.
     alone = device.type == "cpu" and mesh.size() == 1
     for block in module.layers.values():
         fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=not alone)
