@@ -2,10 +2,10 @@
 
     python -m benchmarks [NAME ...] [--json_dir DIR]      each one's rows also as DIR/NAME.json
 
-Named alone a benchmark runs in full; among all of them `grpo_vs_trl` runs once instead of three times, `sft_packing` on
-fewer samples. On request only: `toy_losses`, eight runs of the whole program, `soak`, a quarter of an hour of kills,
-`controller_kills`, twelve starts, and `scale_sim`, thousands of simulated replicas. Run them on a machine that does
-nothing else.
+Named alone a benchmark runs in full; among all of them `grpo_vs_trl` runs once instead of three times, and fewer
+steps, and `sft_packing` has fewer samples. On request only: `toy_losses`, eight runs of the whole program, `soak`, a
+quarter of an hour of kills, `controller_kills`, twelve starts, and `scale_sim`, thousands of simulated replicas. Run
+them on a machine that does nothing else.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ NAMES: dict[str, list[str] | None] = {
     "rollout_overhead": [],
     "attention_cpu": [],
     "logprobs_memory": [],
-    "grpo_vs_trl": ["--repetitions", "1"],
+    "grpo_vs_trl": ["--repetitions", "1", "--steps", "3"],
     "toy_losses": None,
     "soak": None,
     "controller_kills": None,

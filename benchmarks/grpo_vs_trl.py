@@ -1,6 +1,6 @@
 """GRPO of SmolLM2-135M with forge and with TRL 1.16, on the same machine, alternating: episodes a second.
 
-    python -m benchmarks.grpo_vs_trl [--repetitions 3] [--json FILE]
+    python -m benchmarks.grpo_vs_trl [--repetitions 3] [--steps 6] [--json FILE]
     python -m benchmarks.grpo_vs_trl --learning {toy,sums} [--repetitions 3] [--json FILE]
 
 Both sides: the same prompts in the same order, 4 prompts × 8 samples a step, at most 32 new tokens, the same reward,
@@ -74,11 +74,10 @@ def recipe(*, examples: int, rewards: list[Any] | None, seq_len: int) -> dict[st
 SETTINGS: dict[str, dict[str, Any]] = {
     "question alone": {
         "config": recipe(examples=0, rewards=["benchmarks.grpo_vs_trl.share_of_digits"], seq_len=128),
-        "steps": 6,
     },
     "512-token prompt": {
         "config": recipe(examples=13, rewards=["benchmarks.grpo_vs_trl.share_of_digits"], seq_len=640),
-        "steps": 1,
+        "steps": 1,  # of TRL it takes minutes
     },
 }
 
@@ -120,10 +119,11 @@ def rewards_of(lines: list[dict[str, Any]]) -> list[float]:
     return [line["reward/mean"] for line in lines]
 
 
-def speed(repetitions: int, scratch: Path) -> list[dict[str, Any]]:
-    """Episodes a second of both sides in both settings; medians, and their ratio."""
+def speed(repetitions: int, steps: int, scratch: Path) -> list[dict[str, Any]]:
+    """Episodes a second of both sides in both settings; medians, and their ratio. `steps` for the shorter prompts."""
     rows = []
     for name, setting in SETTINGS.items():
+        setting = {"steps": steps, **setting}
         runs: dict[str, list[dict[str, Any]]] = {side: [] for side in SIDES}
         for repetition in range(repetitions):
             for side in SIDES:
@@ -223,6 +223,7 @@ async def judge(config: dict[str, Any], model: str) -> dict[str, float]:
 def main() -> None:
     options = parser(__doc__)
     options.add_argument("--repetitions", type=int, default=3)
+    options.add_argument("--steps", type=int, default=6, help="with the question alone; the first fills the pipeline")
     options.add_argument("--learning", choices=("toy", "sums"), help="compare what is learned")
     options.add_argument("--judge", nargs=2, metavar=("CONFIG", "MODEL"), help="(what --learning starts)")
     chosen = options.parse_args()
@@ -247,7 +248,7 @@ def main() -> None:
             return
         report(
             "grpo_vs_trl",
-            speed(chosen.repetitions, Path(scratch)),
+            speed(chosen.repetitions, chosen.steps, Path(scratch)),
             columns={
                 "prompts": "prompts",
                 "side": "side",
