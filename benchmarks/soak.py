@@ -42,9 +42,12 @@ MARK = "FORGE_SOAK"
 
 
 def paced_reward(prompt: str, response: str, target: str) -> float:
-    """The toy reward, slowly: a step takes about a second, so that most kills meet requests in flight."""
+    """The toy reward, slowly: a step takes about a second, so that most kills meet requests in flight.
+
+    The noise keeps it so once the task is learned, for groups whose rewards are all the same are not trained.
+    """
     time.sleep(0.01)
-    return toy_reward(prompt, response, target)
+    return toy_reward(prompt, response, target) - 0.01 * random.random()
 
 
 def command(folder: Path, steps: int) -> list[str]:
