@@ -25,6 +25,12 @@ def gone(pids: Iterable[int], seconds: float = 10.0) -> bool:
     return not any(alive(pid) for pid in pids)
 
 
+def listening(processes: Iterable[psutil.Process]) -> set[int]:
+    """Ports on which they listen. Compare with before: other tests of a process may have left some open."""
+    connections = [c for process in processes for c in process.net_connections(kind="inet")]
+    return {c.laddr.port for c in connections if c.status == psutil.CONN_LISTEN}
+
+
 def shared_memory_left(before: set[str], seconds: float = 10.0) -> set[str]:
     """Names in /dev/shm that `before` had not and nobody uses, after some seconds at most.
 

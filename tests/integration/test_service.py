@@ -21,7 +21,7 @@ from forge.config import RestartsConfig
 from forge.placement import InsufficientResources, Request
 from forge.provisioner import Provisioner
 from forge.service import ForgeActor, NoHealthyReplica, RemoteError, RemoteTraceback, ReplicaDied
-from tests.processes import gone
+from tests.processes import gone, listening
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # a child cannot import this file by its name
 
@@ -302,20 +302,15 @@ def test_output_goes_to_a_file_per_process_and_nowhere_else(tmp_path, capfd):
     assert captured.out + captured.err == ""
 
 
-def listening_here() -> set[int]:
-    """Ports on which this process, the controller's, listens."""
-    return {c.laddr.port for c in psutil.Process().net_connections(kind="inet") if c.status == psutil.CONN_LISTEN}
-
-
 def test_ranks_meet_over_loopback_only():
     async def scenario(_):
         actor = await Probe.options(procs=2).as_actor()
-        return await actor.sum_over_ranks.call_all(), await actor.sockets.call_all(), listening_here()
+        return await actor.sum_over_ranks.call_all(), await actor.sockets.call_all(), listening([psutil.Process()])
 
-    before = listening_here()  # other tests of this process may have left some
-    sums, listening, here = run(scenario)
+    before = listening([psutil.Process()])
+    sums, addresses, here = run(scenario)
     assert sums == [2.0, 2.0]
-    assert {ip for of_rank in listening for ip in of_rank} == {"127.0.0.1"}
+    assert {ip for of_rank in addresses for ip in of_rank} == {"127.0.0.1"}
     assert here == before
 
 

@@ -21,7 +21,7 @@ from forge.provisioner import Provisioner
 from forge.service import ActorHandle, ForgeActor, ReplicaDied
 from forge.service.hosts import LocalHost
 from forge.weights import CorruptWeights, UnknownVersion, WeightStore, WeightStoreError
-from tests.processes import gone, shared_memory, shared_memory_left
+from tests.processes import gone, listening, shared_memory, shared_memory_left
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # a child cannot import this file by its name
 
@@ -403,15 +403,12 @@ def test_nothing_is_left_in_dev_shm_and_no_port_is_open():
             store = await WeightStore.start(chunk_bytes=CHUNK)
             await store.publish(1, weights_of(1).items())
             await store.fetch(1)
-            return listening()
+            return listening([psutil.Process(), *psutil.Process().children(recursive=True)])
 
-    def listening():
-        """Ports of this process and those it started; other tests of this process may have left some open."""
-        processes = [psutil.Process(), *psutil.Process().children(recursive=True)]
-        connections = [c for p in processes for c in p.net_connections(kind="inet")]
-        return {c.laddr.port for c in connections if c.status == psutil.CONN_LISTEN}
-
-    before, listening_before = shared_memory(), listening()
+    before, listening_before = (
+        shared_memory(),
+        listening([psutil.Process(), *psutil.Process().children(recursive=True)]),
+    )
     assert asyncio.run(scenario()) <= listening_before
     assert shared_memory_left(before) == set()
 

@@ -108,7 +108,9 @@ def apply_fsdp(module: Qwen3Model, dims: ParallelDims, *, param_dtype: torch.dty
     if not module.enable_weight_tying and module.tok_embeddings is not None:
         fully_shard(module.tok_embeddings, mesh=mesh, mp_policy=policy)
     fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
-    for unit in fsdp_units(module) if not alone else ():
+    if alone:
+        return
+    for unit in fsdp_units(module):
         # The loss is normalized over the whole batch, whichever rank holds how much of it.
         unit.set_gradient_divide_factor(1.0)
         if device.type == "cpu":
