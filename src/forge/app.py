@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from forge.config import RunConfig, make_output_dir, parse_args, to_yaml
+from forge.service.unseen import ended
 from forge.types import UserError
 
 C = TypeVar("C", bound=RunConfig)
@@ -158,7 +159,7 @@ class Run(Generic[C]):
                 return task.result()
             raise Stopped(self._stop_signal().result())
         finally:
-            await _cancelled(task)
+            await ended(task)
 
     async def finish_or_drop(self, step: Awaitable[T]) -> T:
         """The result of `step`, also when the run is asked to end meanwhile, if that takes no longer than STEP_SECONDS.
@@ -176,7 +177,7 @@ class Run(Generic[C]):
                 return task.result()
             raise Dropped(self._stop_signal().result())
         finally:
-            await _cancelled(task)
+            await ended(task)
 
     async def last_checkpoint(self, saving: Awaitable[None]) -> None:
         """Waits for a stopped run's checkpoint, as long as there is time."""
@@ -238,12 +239,6 @@ class Run(Generic[C]):
         self._sinks.close()
         self.rollouts.close()
         self.console.close()
-
-
-async def _cancelled(task: asyncio.Future[Any]) -> None:
-    if not task.done():
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
 
 
 def launch(

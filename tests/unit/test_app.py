@@ -1,6 +1,7 @@
 """What a stopped run still waits for. The clock is the real one, with limits of fractions of a second."""
 
 import asyncio
+import gc
 import signal
 import types
 
@@ -9,6 +10,7 @@ import pytest
 import forge.app
 from forge.app import Dropped, Run, Stopped, launch
 from forge.config import GRPOConfig
+from forge.service.unseen import unseen_failures
 
 
 @pytest.fixture
@@ -59,6 +61,41 @@ def test_a_wait_is_broken_off_at_once(run):
         assert stopped.value.exit_status == 130
 
     within(2, scenario())
+
+
+@pytest.mark.parametrize("wait", ["unless_stopped", "finish_or_drop"])
+def test_work_that_fails_in_the_moment_in_which_its_waiter_is_cancelled_is_not_an_unseen_failure(run, wait):
+    """As when the trainer's death ends the step and the weight sync beside it: the sync's end cancels the step's."""
+    unseen = []
+
+    async def training():
+        died = asyncio.Event()
+
+        async def sync():
+            await died.wait()
+            raise LookupError("the sync's")
+
+        async def step():
+            await died.wait()
+            raise LookupError("the step's")
+
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(sync())
+                await asyncio.sleep(0)  # it waits first, so it hears first
+                asyncio.get_running_loop().call_later(0.02, died.set)
+                await getattr(run, wait)(step())
+        except ExceptionGroup as group:
+            return [str(error) for error in group.exceptions]
+
+    async def scenario():
+        with unseen_failures(unseen.append):
+            assert await training() == ["the sync's"]  # so the step's waiter was cancelled
+            await asyncio.sleep(0)  # the loop lets go of the step
+            gc.collect()
+
+    within(2, scenario())
+    assert unseen == []
 
 
 def test_a_checkpoint_that_takes_too_long_is_given_up(run):

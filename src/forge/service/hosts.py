@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 from forge.placement import Machine
 from forge.service.errors import HostLost
 from forge.service.monarch_runtime import host_mesh
+from forge.service.unseen import ended
 from forge.service.watch import ProcessWatch
 from forge.types import UserError
 
@@ -229,8 +230,7 @@ class RemoteHost:
             raise self.lost
         finally:
             gone.cancel()
-            if not task.done():
-                task.cancel()
+            await ended(task)
 
     async def close(self) -> None:
         """Lets the worker go: it can serve another run."""

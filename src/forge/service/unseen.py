@@ -39,6 +39,15 @@ def unseen_failures(report: Callable[[ActorFailed], None]) -> Iterator[None]:
         loop.set_exception_handler(of_tasks)
 
 
+async def ended(task: asyncio.Future[Any]) -> None:
+    """Cancels `task` if it is still under way, and takes note of how it ended, so that its error is not an unseen one.
+
+    For whoever starts a task and may be cancelled before it has looked at the result.
+    """
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+
+
 def _failed(what: str, error: BaseException) -> ActorFailed:
     failed = ActorFailed(f"{what} died of {type(error).__name__}: {error}")
     failed.__cause__ = error
