@@ -117,7 +117,7 @@ async def one_run(folder: Path) -> dict[str, float]:
             RewardActor.as_service(rewards=["benchmarks.rollout_overhead.is_target"]),
         )
         parts = Parts(
-            samples=Problems(),  # type: ignore[arg-type]
+            samples=Problems(),  # type: ignore[arg-type]  # in the place of a SampleStream
             heldout=[],
             trainer=trainer,
             generator=generator,

@@ -241,7 +241,7 @@ def simulate(replicas: int, groups: int) -> dict[str, float]:
 
     async def go() -> None:
         parts = Parts(
-            samples=Problems(),  # type: ignore[arg-type]
+            samples=Problems(),  # type: ignore[arg-type]  # in the place of a SampleStream
             heldout=[],
             trainer=ActorHandle(Trainer, "trainer", service(Trainer, "t", 1, world, trainer(replicas)).replicas[0]),
             generator=service(Generator, "generator", replicas, world, generator),

@@ -154,7 +154,7 @@ class Reader:
                 if isinstance(raw, list):
                     return self._list(read_hint(get_args(option)[0]), raw, key)
             elif dataclasses.is_dataclass(option):
-                return self._instance(option, raw, key, hint)  # type: ignore[arg-type]
+                return self._instance(option, raw, key, hint)  # type: ignore[arg-type]  # a class, as all options are
             elif fits(option, raw):
                 return self._number(hint, float(raw) if option is float else raw, key)
         return self._wrong_type(key, raw, hint)

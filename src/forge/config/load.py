@@ -196,7 +196,8 @@ def _load(cls: type[C], line: _CommandLine) -> C:
     wrong = {problem.key for problem in reader.problems}
     try:
         # Built even if something is wrong, so that the rules between the keys that are right are judged as well.
-        placeholders = {field.name: "" for field in dataclasses.fields(cls) if is_required(field)}  # type: ignore[arg-type]
+        fields = dataclasses.fields(cls)  # type: ignore[arg-type]  # mypy does not see that every config is a dataclass
+        placeholders = {field.name: "" for field in fields if is_required(field)}
         config = cls(**{**placeholders, **values})
     except ConfigError as error:
         reader.problems += [p for p in error.problems if not _touches(wrong, (p.key, *p.involves))]
@@ -319,7 +320,8 @@ def _parse(text: str, hint: Hint) -> Any:
     texts = all(option is str for option in hint.options)
     if texts and not (len(text) > 1 and text[0] == text[-1] and text[0] in "\"'"):
         return text
-    return OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]), resolve=False)["value"]  # type: ignore[call-overload,index]
+    parsed: Any = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]), resolve=False)
+    return parsed["value"]
 
 
 def _put(tree: dict[Any, Any], parts: Key, value: Any, reader: Reader) -> None:

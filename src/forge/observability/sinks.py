@@ -117,7 +117,7 @@ class WandbSink:
             name=name or folder.name,
             id=_kept_id(folder / "wandb" / "run_id"),
             resume="allow",
-            mode=mode or os.environ.get("WANDB_MODE", "online"),  # type: ignore[arg-type]
+            mode=mode or os.environ.get("WANDB_MODE", "online"),  # type: ignore[arg-type]  # W&B checks the word
             config=dict(config or {}),
             # The console is the run's own; W&B's copy of it would hold every refresh of the progress bar.
             settings=wandb.Settings(console="off", silent=True),
