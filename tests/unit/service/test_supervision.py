@@ -76,6 +76,12 @@ async def all_are_back(service, replicas):
         await asyncio.sleep(0.01)
 
 
+async def under_way(service, requests=1):
+    """Returns as soon as living replicas have so many requests to answer."""
+    while sum(replica.in_flight for replica in service.replicas if replica.healthy) < requests:  # noqa: ASYNC110
+        await asyncio.sleep(0)
+
+
 def run(scenario):
     return asyncio.run(asyncio.wait_for(scenario, 20))
 
@@ -85,7 +91,7 @@ def test_a_request_in_flight_is_sent_again_to_another_replica(new_mesh):
         world = World(new_mesh)
         service = await world.service(2)
         asked = asyncio.ensure_future(service.ask.route(0.05))
-        await asyncio.sleep(0.01)
+        await under_way(service)
         world.kill(0)
         return await asked, service.health()["retried"]
 
@@ -100,7 +106,7 @@ def test_with_one_replica_the_request_waits_for_the_replacement(new_mesh):
         world = World(new_mesh, start_gate=slow)
         service = await world.service()
         asked = asyncio.ensure_future(service.ask.route(0.05))
-        await asyncio.sleep(0.01)
+        await under_way(service)
         world.kill(0)
         late = asyncio.ensure_future(service.ask.route())
         down = service.health()
@@ -119,7 +125,7 @@ def test_a_request_over_which_two_replicas_died_raises(new_mesh):
         service = await world.service()
         asked = asyncio.ensure_future(service.ask.route(5))
         for mesh in (0, 1):
-            await asyncio.sleep(0.02)
+            await under_way(service)
             world.kill(mesh)
         with pytest.raises(ReplicaDied, match=r"policy \(replica 0\): the process of rank 0 died. It was killed"):
             await asked
@@ -170,7 +176,7 @@ def test_a_state_that_is_set_while_the_replacement_is_brought_up_to_date_reaches
     async def main():
         world = World(new_mesh)
         service = await world.service(2)
-        await service.set_version.fanout(1, pause=0.1)
+        await service.set_version.fanout(1, pause=0.5)
         world.kill(0)
         await asyncio.sleep(0.05)
         assert service.health()["healthy"] == 1
@@ -186,12 +192,12 @@ def test_fanout_leaves_out_who_dies_and_asks_the_replacement_if_all_do(new_mesh)
         world = World(new_mesh)
         service = await world.service(2)
         asked = asyncio.ensure_future(service.ask.fanout(0.05))
-        await asyncio.sleep(0.01)
+        await under_way(service, 2)
         world.kill(0)
         some = await asked
         await all_are_back(service, 2)
         asked = asyncio.ensure_future(service.ask.fanout(0.05))
-        await asyncio.sleep(0.01)
+        await under_way(service, 2)
         world.kill(1)
         world.kill(2)
         return some, len(await asked) >= 1
@@ -251,7 +257,7 @@ def test_without_restarts_nothing_is_replaced_or_sent_again(new_mesh):
         world = World(new_mesh, max=0)
         service = await world.service(2)
         asked = asyncio.ensure_future(service.ask.route(0.05))
-        await asyncio.sleep(0.01)
+        await under_way(service)
         world.kill(0)
         with pytest.raises(ReplicaDied):
             await asked
