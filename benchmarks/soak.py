@@ -35,7 +35,7 @@ from forge.testing import toy_reward
 
 ROOT = Path(__file__).parents[1]
 VICTIMS = ("generator", "reward", "ref_model", "trainer")
-STEPS_PER_MINUTE = 80  # measured on two Zen 4 cores, the restarts included: 73; slower ones take longer
+STEPS_PER_MINUTE = 80  # two Zen 4 cores do 73, restarts included; slower ones take longer
 GROUPS_PER_STEP = 8
 GOAL = 0.9
 MARK = "FORGE_SOAK"

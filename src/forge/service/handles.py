@@ -13,6 +13,7 @@ from forge.service.errors import NoHealthyReplica, ReplicaDied
 from forge.service.replica import Mesh, Replica
 from forge.service.routers import LeastLoaded, LoadOrder, Router
 from forge.service.supervision import Starter
+from forge.service.unseen import ended
 from forge.service.wire import encode
 
 logger = logging.getLogger(__name__)
@@ -223,9 +224,7 @@ class Service(_Handle):
     async def shutdown(self) -> None:
         """Stops every replica; see `ActorHandle.shutdown`."""
         self._stopping = True
-        for task in self._replacing:
-            task.cancel()
-        await asyncio.gather(*self._replacing, return_exceptions=True)
+        await ended(*self._replacing)
         self._tell_waiting()
         await _all([replica.stop() for replica in self.replicas])
 

@@ -236,10 +236,7 @@ class RemoteHost:
         """Lets the worker go: it can serve another run."""
         if self._calls and self.lost is None:
             await asyncio.wait(self._calls, timeout=SILENCE_S)
-        open_tasks = [self._beating, *self._calls]
-        for task in open_tasks:
-            task.cancel()
-        await asyncio.gather(*open_tasks, return_exceptions=True)
+        await ended(self._beating, *self._calls)
         if self.lost is None:
             await _ended_quietly(self._procs)
 

@@ -39,13 +39,14 @@ def unseen_failures(report: Callable[[ActorFailed], None]) -> Iterator[None]:
         loop.set_exception_handler(of_tasks)
 
 
-async def ended(task: asyncio.Future[Any]) -> None:
-    """Cancels `task` if it is still under way, and takes note of how it ended, so that its error is not an unseen one.
+async def ended(*tasks: asyncio.Future[Any]) -> None:
+    """Cancels those that are still under way, and takes note of how each ended, so that its error is not an unseen one.
 
     For whoever starts a task and may be cancelled before it has looked at the result.
     """
-    task.cancel()
-    await asyncio.gather(task, return_exceptions=True)
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def _failed(what: str, error: BaseException) -> ActorFailed:
