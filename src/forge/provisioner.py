@@ -15,10 +15,12 @@ import functools
 import logging
 import os
 import re
+import signal
 import site
 import subprocess
 import sys
 import sysconfig
+import threading
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -126,6 +128,7 @@ class Provisioner:
 
     async def __aenter__(self) -> Provisioner:
         self._previous, Provisioner._current = Provisioner._current, self
+        _let_signals_wake_the_loop()
         return self
 
     async def __aexit__(self, _type: object, error: BaseException | None, _traceback: object) -> None:
@@ -282,6 +285,13 @@ class Provisioner:
 
     def _stopped(self, group: ProcGroup) -> None:
         self._give_back(self._groups.pop(group, []))
+
+
+def _let_signals_wake_the_loop() -> None:
+    """Ctrl-C may reach any of Monarch's threads; an event loop that sleeps in the main one hears of it only once it
+    has a signal handler, whichever. This one is for a signal that does nothing, and goes when the loop is closed."""
+    if threading.current_thread() is threading.main_thread():
+        asyncio.get_running_loop().add_signal_handler(signal.SIGURG, lambda: None)
 
 
 def this_machine(*, cores: int | None = None, gpus: Sequence[str] | None = None) -> Machine:

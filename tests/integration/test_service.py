@@ -343,7 +343,7 @@ def test_shutdown_runs_the_actors_own_and_a_hung_method_does_not_stop_it(tmp_pat
 
 
 SCRIPT = """
-import asyncio, sys
+import asyncio, signal, sys, threading
 from forge.provisioner import Provisioner
 from forge.service import ForgeActor
 
@@ -358,7 +358,9 @@ async def main():
     async with Provisioner(gpus=[]):
         service = await Sleeper.options(num_replicas=2).as_service()
         print(*await service.get_pid.fanout(), flush=True)
-        if sys.argv[1] == "wait":
+        if sys.argv[1] == "interrupt":
+            threading.Timer(0.5, lambda: signal.pthread_kill(threading.get_ident(), signal.SIGINT)).start()
+        if sys.argv[1] != "end":
             await asyncio.sleep(600)
 
 asyncio.run(main())
@@ -396,6 +398,12 @@ def test_ctrl_c_reaches_the_controller_alone_which_then_ends_everything():
         os.killpg(process.pid, signal.SIGINT)  # what a terminal does
         stderr = process.communicate(timeout=60)[1]
         assert "KeyboardInterrupt" in stderr
+        assert gone(pids)
+
+
+def test_ctrl_c_is_heard_by_the_sleeping_main_thread_when_the_kernel_gives_it_to_another():
+    with controller("interrupt") as (process, pids):
+        assert "KeyboardInterrupt" in process.communicate(timeout=30)[1]
         assert gone(pids)
 
 
